@@ -1,0 +1,1 @@
+"""Moves KV pages between two layouts; knows no model."""

@@ -1,0 +1,74 @@
+"""The seam between a prefill worker's pages and a decode worker's pool. Three narrow protocols; every back end implements
+``PageTransport`` and is served the other two. A sender never writes into a receiver's pool: segments arrive in a buffer of the
+receiver's own, which checks them and copies.
+
+Life of one attempt: 1. open a stream for the ticket; 2. write segments, each answered by the receiver; 3. close.
+The commit goes over the Decode service, not over the page path, so it is the same for every back end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from serving_core.ids import PageId, ReservationId
+from serving_core.transfer_ticket import TransferTicket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Part of one page of one attempt, on its way.
+
+    ``page_ordinal`` counts the sequence's pages from 0; ``offset`` is in bytes within that page. ``payload`` is borrowed: the
+    sender's page memory on the way out, the transport's receive buffer on the way in; whoever wants to keep it copies.
+    """
+
+    reservation_id: ReservationId
+    attempt: int
+    page_ordinal: int
+    offset: int
+    payload: memoryview
+
+
+class PageSource(Protocol):
+    """The sender's pool."""
+
+    def page_memory(self, page_id: PageId) -> memoryview:
+        """The page's bytes, contiguous and read-only, without a copy. Valid while the page is held for sending."""
+
+
+class PageSink(Protocol):
+    """The receiver's end of the page path, one per decode worker."""
+
+    async def accept(self, segments: Sequence[Segment]) -> None:
+        """Copy checked segments into the pages their reservation names; all of one reservation and attempt.
+
+        Raises ``Refused`` (STALE_ATTEMPT, UNKNOWN_RESERVATION, LEASE_EXPIRED, MALFORMED) and then touches no page.
+        """
+
+
+class PageStream(Protocol):
+    """The way to one decode worker for one attempt."""
+
+    async def write(self, segment: Segment) -> None:
+        """Send one segment; returns as soon as a credit allows the next. Not every segment is answered yet then.
+
+        Raises ``Refused`` when the receiver declined this or an earlier segment, ``WorkerLost`` when the way broke.
+        """
+
+    async def flush(self) -> None:
+        """Wait until every segment written has been accepted. Raises like ``write``."""
+
+
+class PageTransport(Protocol):
+    """One back end, sending side."""
+
+    name: str
+
+    def open(self, ticket: TransferTicket) -> AbstractAsyncContextManager[PageStream]:
+        """A stream for one attempt. Leaving the context releases the stream, finished or not."""
+
+    async def close(self) -> None:
+        """Release every channel."""

@@ -1,0 +1,57 @@
+"""The verbs both phases share, and what the step loop asks of a runner. The loop drives phases; it never looks inside one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from llm_engine.step_plan import StepPlan, StepResult
+from serving_core.ids import SequenceKey
+from serving_core.worker_status import PhaseName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseStatus:
+    """A phase's load. ``num_queued_tokens``: prompt tokens still to be computed (0 for decode)."""
+
+    num_running: int
+    num_waiting: int
+    num_queued_tokens: int
+
+
+class Phase(Protocol):
+    """Prefill or decode, mounted on one worker's step loop. Every method runs on the engine thread and never blocks.
+
+    Work is admitted by a verb of the phase's own (``admit`` for prefill, ``reserve`` and ``commit`` for decode), since what is
+    admitted differs. All else is the same, so that both phases read alike.
+    """
+
+    name: PhaseName
+
+    def expire(self, now: float) -> float | None:
+        """Release what no router named for one lease. Returns when the next lease ends, or None with no lease left."""
+
+    def plan(self) -> StepPlan | None:
+        """Choose the rows of the next step and account for their pages; None when nothing can run."""
+
+    def apply(self, plan: StepPlan, result: StepResult) -> None:
+        """Take the step's tokens: advance sequences, emit events, release what ended."""
+
+    def renew(self, keys: frozenset[SequenceKey]) -> None:
+        """Extend the leases of those of ``keys`` that this phase holds."""
+
+    def abort(self, key: SequenceKey, attempt: int) -> None:
+        """Release the sequence if it is held at ``attempt`` or below, in whatever state; otherwise do nothing."""
+
+    def drain(self) -> None:
+        """Take no new work from now on; what is held runs to its end."""
+
+    def status(self) -> PhaseStatus:
+        """The load of this moment."""
+
+
+class Runner(Protocol):
+    """Computes a step: the model, its weights and its cache, for one worker."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run one forward pass and sample. Synchronous; writes the rows' keys and values into the paged cache."""

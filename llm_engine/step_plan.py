@@ -1,0 +1,70 @@
+"""One engine step as data: what a phase wants computed and what came of it. Knows no live sequence and no tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving_core.ids import PageId, SequenceKey
+from serving_core.token_event import TokenLogprobs
+from serving_core.worker_status import PhaseName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSpec:
+    """How to choose one token after the last position of a row.
+
+    ``output_index`` is the token's place in the answer (0 is the first): with ``seed`` and ``choice_index`` it is all that
+    randomness depends on. ``banned_token_ids`` cannot be chosen (end tokens before min_tokens). ``num_logprobs`` is None
+    when no logprobs are wanted.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    choice_index: int
+    output_index: int
+    banned_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """Consecutive tokens of one sequence to be computed in this step.
+
+    ``token_ids`` take positions ``start_position ..``; keys and values of all earlier positions are in the cache. ``page_ids``
+    covers every position up to the last of this row, in order. ``sample`` is None when the row ends inside a prompt.
+    """
+
+    key: SequenceKey
+    token_ids: tuple[int, ...]
+    start_position: int
+    page_ids: tuple[PageId, ...]
+    sample: SampleSpec | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One forward pass over a ragged batch of rows, for one phase. Never empty; at most one row a sequence."""
+
+    phase: PhaseName
+    rows: tuple[PlanRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """The token chosen for one row."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step produced: ``tokens[i]`` belongs to ``plan.rows[i]`` and is None where that row asked for none."""
+
+    tokens: tuple[SampledToken | None, ...]

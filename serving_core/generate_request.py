@@ -1,0 +1,38 @@
+"""One sequence to be generated, as the router hands it to both workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving_core.errors import BrokenContract
+from serving_core.ids import SequenceKey
+from serving_core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """Everything the two phases need, and all of it: whatever else they keep is a function of this and the output ids.
+
+    Invariants: ``prompt_token_ids`` holds at least one id; ``output_token_ids`` is the router's log of tokens already
+    delivered (positions in it are taken, never sampled again) and is shorter than ``sampling.max_tokens``.
+    """
+
+    key: SequenceKey
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise BrokenContract("a prompt holds at least one token")
+        if len(self.output_token_ids) >= self.sampling.max_tokens:
+            raise BrokenContract(f"{len(self.output_token_ids)} tokens of {self.sampling.max_tokens} are already delivered")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and answer together at their longest: what admission by worst case reserves for."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens

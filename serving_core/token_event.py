@@ -1,0 +1,69 @@
+"""What a worker tells a router about one sequence, step by step."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from serving_core.errors import RefusalCode
+from serving_core.ids import SequenceKey
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended by its tokens; the values are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities at one position, before temperature and truncation.
+
+    ``top`` holds (token id, logprob) of the most likely tokens, most likely first, as many as were asked for.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One generated token.
+
+    Invariants per (key, attempt): indexes are consecutive from 0; exactly one event, the last, carries a finish reason.
+    An end token is reported as a token like any other, with ``finish_reason`` STOP; the router keeps it out of the text.
+    Index 0 may arrive twice, from prefill (the early copy) and from decode: same token, dropped by index.
+    """
+
+    key: SequenceKey
+    attempt: int
+    index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class FailureKind(enum.Enum):
+    """Which side of a hand-off gave up on an attempt."""
+
+    HANDOFF = 1
+    """The pages could not be delivered; a new attempt may succeed."""
+    LEASE_EXPIRED = 2
+    """No router named the sequence for one lease."""
+    INTERNAL = 3
+    """The worker found its own state wrong; the sequence is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFailed:
+    """An attempt that ended without a finish reason. Terminal for that attempt on that worker; its pages are released."""
+
+    key: SequenceKey
+    attempt: int
+    kind: FailureKind
+    message: str
+    refusal: RefusalCode | None = None
+
+
+SequenceEvent = TokenEvent | SequenceFailed

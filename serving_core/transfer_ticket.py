@@ -1,0 +1,65 @@
+"""The two messages that frame a hand-off: the decode worker's promise and the prefill worker's claim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving_core.errors import BrokenContract
+from serving_core.ids import Incarnation, ReservationId, SequenceKey, WorkerId
+from serving_core.kv_page_layout import KVPageLayout
+from serving_core.token_event import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTicket:
+    """A decode worker's promise to take one sequence's pages. Redeemed at most once per attempt.
+
+    The prefill worker sends pages ``first_page .. num_prompt_pages - 1`` of the sequence (ordinals, not pool indices: the
+    receiver alone knows where they go), where ``first_page = num_cached_tokens // layout.page_size``.
+
+    Invariants: ``attempt >= 1``; ``num_cached_tokens`` is a multiple of the page size and at most ``num_prompt_tokens - 1``.
+    ``lease_s`` is a duration by its owner's clock.
+    """
+
+    reservation_id: ReservationId
+    key: SequenceKey
+    attempt: int
+    decode_worker_id: WorkerId
+    decode_incarnation: Incarnation
+    decode_address: str
+    layout: KVPageLayout
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    lease_s: float
+
+    def __post_init__(self) -> None:
+        if self.attempt < 1:
+            raise BrokenContract(f"attempt {self.attempt} is below 1")
+        if not 0 <= self.num_cached_tokens < self.num_prompt_tokens or self.num_cached_tokens % self.layout.page_size:
+            raise BrokenContract(
+                f"{self.num_cached_tokens} cached tokens of {self.num_prompt_tokens} are not whole pages of "
+                f"{self.layout.page_size} that leave one token"
+            )
+
+    @property
+    def first_page(self) -> int:
+        return self.num_cached_tokens // self.layout.page_size
+
+    @property
+    def num_prompt_pages(self) -> int:
+        return self.layout.num_pages_for(self.num_prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffCommit:
+    """The prefill worker's claim that every page of one attempt was sent, with the token it sampled at output index 0.
+
+    Idempotent by (reservation, attempt): the same commit gets the same answer, another token is refused and counted.
+    """
+
+    reservation_id: ReservationId
+    key: SequenceKey
+    attempt: int
+    token_id: int
+    logprobs: TokenLogprobs | None
+    num_bytes_sent: int
