@@ -65,6 +65,10 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step produced: ``tokens[i]`` belongs to ``plan.rows[i]`` and is None where that row asked for none."""
+    """What a step produced: ``tokens[i]`` belongs to ``plan.rows[i]`` and is None where that row asked for none.
+
+    ``failures[i]`` is one sentence when that row alone could not be computed, else None; empty when every row went well.
+    """
 
     tokens: tuple[SampledToken | None, ...]
+    failures: tuple[str | None, ...] = ()

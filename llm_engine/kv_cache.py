@@ -1,0 +1,47 @@
+"""The paged KV cache: one tensor, and each page's bytes. Knows nothing of who owns a page."""
+
+from __future__ import annotations
+
+import torch
+
+from serving_core.ids import PageId
+from serving_core.kv_page_layout import KVDType, KVPageLayout
+
+TORCH_DTYPES = {
+    KVDType.FLOAT32: torch.float32,
+    KVDType.BFLOAT16: torch.bfloat16,
+    KVDType.FLOAT16: torch.float16,
+}
+
+
+class KVCache:
+    """``tensor`` is [num_pages, num_layers, 2 (key, value), page_size, num_kv_heads, head_dim], so that a page is one
+    contiguous block of ``layout.page_bytes``.
+
+    It starts as zeros, which the operating system provides without touching memory. Different pages may be read and written
+    from different threads at once; keeping two users off one page is the page pool's matter.
+    """
+
+    def __init__(self, layout: KVPageLayout, num_pages: int) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self.tensor = torch.zeros(
+            (num_pages, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim),
+            dtype=TORCH_DTYPES[layout.dtype],
+        )
+        self._bytes = self.tensor.view(-1).view(torch.uint8).numpy().data  # [num_pages * page_bytes]
+
+    def page_memory(self, page_id: PageId) -> memoryview:
+        """The page's bytes, read-only, without a copy. They change when the page does."""
+        return self._page(page_id).toreadonly()
+
+    def write(self, page_id: PageId, offset: int, payload: memoryview) -> None:
+        """Copy ``payload`` into the page, ``offset`` bytes from its start."""
+        end = offset + payload.nbytes
+        assert 0 <= offset <= end <= self.layout.page_bytes, "the payload lies within one page"
+        self._page(page_id)[offset:end] = payload.cast("B")
+
+    def _page(self, page_id: PageId) -> memoryview:
+        assert 0 <= page_id < self.num_pages
+        start = page_id * self.layout.page_bytes
+        return self._bytes[start : start + self.layout.page_bytes]

@@ -1,0 +1,104 @@
+"""Chooses one token from one row of logits. A row's token depends on nothing but that row and its ``SampleSpec``: never on
+the batch, on earlier draws or on global state. Knows no sequence and no cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_engine.philox import uniform
+from llm_engine.step_plan import SampledToken, SampleSpec
+from serving_core.token_event import TokenLogprobs
+
+Logits = npt.NDArray[np.float32]  # [vocab_size]
+Ids = npt.NDArray[np.int64]
+
+_NUM_LIKELY = 512
+"""How many of the most likely tokens are ordered first, sixteen times as many next, and all only if need be. Nearly every draw
+ends among the first, and sorting the whole vocabulary costs about ten times as much; the result is the same."""
+
+
+class UnusableLogits(ValueError):
+    """A row of logits from which nothing can be chosen. The runner turns it into that row's failure."""
+
+
+def sample(logits: Logits, spec: SampleSpec) -> SampledToken:
+    """Choose a token from ``logits`` [vocab_size].
+
+    Temperature 0 takes the most likely token, the lowest id among equals. Otherwise one Philox number is inverted over the
+    cumulative distribution of the tokens in order of falling probability, equals by id: first cut to ``top_k``, then, of
+    what that leaves, to the shortest head holding ``top_p`` of the probability, at least one token. Raises UnusableLogits
+    when a logit is not finite or every token is banned.
+    """
+    if not np.isfinite(logits).all():
+        raise UnusableLogits("the model computed logits that are not finite numbers")
+    allowed = _without(logits, spec.banned_token_ids)
+    token_id = int(np.argmax(allowed)) if spec.temperature == 0.0 else _draw(allowed, spec)
+    if allowed[token_id] == -np.inf:
+        raise UnusableLogits("every token is banned")
+    if spec.num_logprobs is None:
+        return SampledToken(token_id=token_id)
+    return SampledToken(token_id=token_id, logprobs=_logprobs(logits, token_id, spec.num_logprobs))
+
+
+def _without(logits: Logits, banned_token_ids: tuple[int, ...]) -> Logits:
+    banned = [token_id for token_id in banned_token_ids if token_id < len(logits)]
+    if not banned:
+        return logits
+    allowed = logits.copy()
+    allowed[banned] = -np.inf
+    return allowed
+
+
+def _draw(logits: Logits, spec: SampleSpec) -> int:
+    number = uniform(seed=spec.seed, output_index=spec.output_index, choice_index=spec.choice_index)
+    highest = float(logits.max())
+    if highest == -np.inf:
+        return 0
+    num_kept = min(spec.top_k or len(logits), len(logits))
+    # Without top_k the probability to be shared out is that of the whole vocabulary, in order of id; with it, of the head.
+    total = None if spec.top_k else float(_weights(logits, highest, spec.temperature).sum())
+
+    num_first = max(spec.top_k, _NUM_LIKELY)
+    for num_ordered in (num_first, 16 * num_first, len(logits)):
+        order = _most_likely(logits, num_ordered)[:num_kept]
+        is_whole = len(order) == num_kept
+        cumulative = np.cumsum(_weights(logits[order], highest, spec.temperature))
+        mass = float(cumulative[-1]) if total is None else total
+        if spec.top_p < 1.0:
+            last = int(np.searchsorted(cumulative, spec.top_p * mass, side="left"))
+            if last >= len(order) and not is_whole:
+                continue  # the head that top_p keeps reaches beyond the tokens ordered so far
+            mass = float(cumulative[min(last, len(order) - 1)])
+        place = int(np.searchsorted(cumulative, number * mass, side="right"))
+        if place < len(order):
+            return int(order[place])
+        if is_whole:
+            break
+    # Rounding put the number past the end: take the last token that has any probability.
+    return int(order[np.searchsorted(cumulative, cumulative[-1], side="left")])
+
+
+def _weights(logits: Logits, highest: float, temperature: float) -> npt.NDArray[np.float64]:
+    """Probabilities up to one common factor."""
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the highest to exp(-inf)
+        return np.exp((logits.astype(np.float64) - highest) / temperature)
+
+
+def _most_likely(logits: Logits, count: int) -> Ids:
+    """The ids of the ``count`` highest logits, highest first, equals by id."""
+    if count < len(logits):
+        threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
+        candidates = np.flatnonzero(logits >= threshold)
+    else:
+        candidates = np.arange(len(logits))
+    return candidates[np.argsort(-logits[candidates], kind="stable")][:count]
+
+
+def _logprobs(logits: Logits, token_id: int, count: int) -> TokenLogprobs:
+    wide = logits.astype(np.float64)
+    highest = wide.max()
+    log_total = float(highest + np.log(np.exp(wide - highest).sum()))
+    top = tuple((int(other), float(wide[other]) - log_total) for other in _most_likely(logits, count)) if count else ()
+    return TokenLogprobs(logprob=float(wide[token_id]) - log_total, top=top)

@@ -1,0 +1,136 @@
+"""Attention against its definition, and its independence of the batch and of chunks. Every back end must pass all of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from llm_engine.attention import AttentionRow, TorchAttention
+from llm_engine.kv_cache import KVCache
+from serving_core.ids import PageId
+from serving_core.kv_page_layout import KVDType, KVPageLayout
+
+NUM_LAYERS, HEAD_DIM, PAGE_SIZE, LAYER = 3, 64, 16, 1
+HEADS = [(9, 3), (8, 2), (4, 4), (3, 1)]
+
+
+class Sequences:
+    """Random queries, keys and values of some sequences, whose pages are scattered over one cache."""
+
+    def __init__(self, lengths: Sequence[int], *, num_heads: int, num_kv_heads: int, dtype: KVDType) -> None:
+        layout = KVPageLayout(
+            num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, page_size=PAGE_SIZE, dtype=dtype
+        )
+        num_pages = sum(layout.num_pages_for(length) for length in lengths)
+        self.cache = KVCache(layout, num_pages)
+        self.cache.tensor.fill_(float("nan"))  # what a page's last user left must never be seen
+        self.attention = TorchAttention(self.cache)
+
+        generator = torch.Generator().manual_seed(num_heads * 100 + sum(lengths))
+        shuffled = iter(torch.randperm(num_pages, generator=generator).tolist())
+        self.page_ids = [tuple(PageId(next(shuffled)) for _ in range(layout.num_pages_for(length))) for length in lengths]
+        torch_dtype = self.cache.tensor.dtype
+        self.query = [torch.randn(n, num_heads, HEAD_DIM, generator=generator).to(torch_dtype) for n in lengths]
+        self.key = [torch.randn(n, num_kv_heads, HEAD_DIM, generator=generator).to(torch_dtype) for n in lengths]
+        self.value = [torch.randn(n, num_kv_heads, HEAD_DIM, generator=generator).to(torch_dtype) for n in lengths]
+
+    def step(self, *spans: tuple[int, int, int]) -> list[Tensor]:
+        """One step over (sequence, first token, end): each span's result [num_tokens, num_heads * head_dim]."""
+        rows = [
+            AttentionRow(
+                num_tokens=end - first,
+                start_position=first,
+                page_ids=self.page_ids[index][: self.cache.layout.num_pages_for(end)],
+            )
+            for index, first, end in spans
+        ]
+        num_tokens = sum(row.num_tokens for row in rows)
+
+        def batched(tensors: list[Tensor]) -> Tensor:
+            batch = torch.cat([tensors[index][first:end] for index, first, end in spans])
+            return torch.cat([batch, batch.new_ones(-num_tokens % 4, *batch.shape[1:])])
+
+        query, key, value = batched(self.query), batched(self.key), batched(self.value)
+        output = self.attention.begin_step(rows).attend(LAYER, query, key, value)
+        assert output.shape == (len(query), query.shape[1] * HEAD_DIM)
+        assert not output[num_tokens:].any()
+        return list(torch.split(output[:num_tokens], [row.num_tokens for row in rows]))
+
+    def whole(self, index: int) -> Tensor:
+        (output,) = self.step((index, 0, len(self.query[index])))
+        return output
+
+    def by_definition(self, index: int) -> Tensor:
+        """[num_tokens, num_heads * head_dim] in float64, without pages, masks or blocks."""
+        query, key, value = self.query[index].double(), self.key[index].double(), self.value[index].double()
+        heads_per_kv = query.shape[1] // key.shape[1]
+        output = torch.empty_like(query)
+        for token in range(len(query)):
+            for head in range(query.shape[1]):
+                keys = key[: token + 1, head // heads_per_kv]
+                weights = torch.softmax(keys @ query[token, head] / math.sqrt(HEAD_DIM), dim=0)
+                output[token, head] = weights @ value[: token + 1, head // heads_per_kv]
+        return output.flatten(1)
+
+
+@pytest.mark.parametrize("dtype", list(KVDType))
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+def test_it_computes_attention(num_heads: int, num_kv_heads: int, dtype: KVDType) -> None:
+    sequences = Sequences([1, 40, 17], num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype)
+    outputs = sequences.step((0, 0, 1), (1, 0, 40), (2, 0, 17))
+    tolerance = 1e-5 if dtype is KVDType.FLOAT32 else 2e-2
+    for index, output in enumerate(outputs):
+        assert torch.allclose(output.double(), sequences.by_definition(index), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.BFLOAT16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 16, 31, 32, 33, 100])
+def test_chunks_change_no_bit(num_heads: int, num_kv_heads: int, chunk: int, dtype: KVDType) -> None:
+    length = 150
+    sequences = Sequences([length], num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype)
+    whole = sequences.whole(0)
+    page_bytes = sequences.cache.tensor[:, LAYER].clone()
+    chunks = [sequences.step((0, first, min(first + chunk, length)))[0] for first in range(0, length, chunk)]
+    assert torch.equal(torch.cat(chunks), whole)
+    assert torch.equal(sequences.cache.tensor[:, LAYER], page_bytes)
+
+
+@pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.BFLOAT16])
+def test_chunks_change_no_bit_across_key_blocks(dtype: KVDType) -> None:
+    sequences = Sequences([1100], num_heads=9, num_kv_heads=3, dtype=dtype)
+    whole = sequences.whole(0)
+    for edges in ([0, 511, 512, 513, 1023, 1025, 1100], [0, 256, 768, 1099, 1100]):
+        chunks = [sequences.step((0, first, end))[0] for first, end in pairwise(edges)]
+        assert torch.equal(torch.cat(chunks), whole)
+
+
+@pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.BFLOAT16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+def test_other_rows_change_no_bit(num_heads: int, num_kv_heads: int, dtype: KVDType) -> None:
+    lengths = [300, 33, 600, 1, 33]
+    sequences = Sequences(lengths, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype)
+    whole = [sequences.whole(index) for index in range(len(lengths))]
+    last_tokens = [(index, length - 1, length) for index, length in enumerate(lengths)]
+    mixed = [(0, 200, 300), (2, 599, 600), (4, 0, 33), (1, 32, 33), (3, 0, 1)]
+    for spans in (last_tokens, last_tokens[::-1], last_tokens[1:3], mixed, *([span] for span in last_tokens)):
+        for (index, first, end), output in zip(spans, sequences.step(*spans), strict=True):
+            assert torch.equal(output, whole[index][first:end])
+
+
+def test_only_the_own_layer_and_slots_are_written() -> None:
+    sequences = Sequences([20, 20], num_heads=4, num_kv_heads=2, dtype=KVDType.FLOAT32)
+    sequences.step((0, 0, 20))
+    tensor = sequences.cache.tensor
+    entered, others = list(sequences.page_ids[0]), list(sequences.page_ids[1])
+    assert tensor[others].isnan().all(), "another sequence's pages stay as they were"
+    assert not tensor[entered][:, [0, 2]].any(), "entered pages are cleared in every layer"
+    stored = tensor[entered][:, LAYER].transpose(0, 1).flatten(1, 2)  # [2, num_slots, num_kv_heads, head_dim]
+    assert torch.equal(stored[0, :20], sequences.key[0])
+    assert torch.equal(stored[1, :20], sequences.value[0])
+    assert not stored[:, 20:].any()

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from llm_engine.load_model import load_model, read_model_config
+from llm_engine.model_config import ModelConfig
+from serving_core.errors import ModelFileError
+from serving_core.kv_page_layout import KVDType
+from tests.tiny_model import TINY_EOS_TOKEN_ID, write_tiny_gguf
+from tests.unit.llm_engine.tiny_engine import TinyEngine
+
+PROMPT = [5, 90, 17, 200, 33, 8]
+
+
+def test_the_config_is_that_of_the_file(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", is_tied=False)
+    expected = ModelConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        feed_forward_size=128,
+        vocab_size=267,
+        max_model_len=512,
+        rope_theta=10_000.0,
+        rope_factor=1.0,
+        rms_norm_eps=float(np.float32(1e-5)),
+        is_tied=False,
+    )
+    assert read_model_config(path) == expected
+    loaded = load_model(path, dtype=KVDType.BFLOAT16)
+    assert loaded.config == expected
+    assert loaded.eos_token_ids == {TINY_EOS_TOKEN_ID}
+    assert loaded.model.dtype == torch.bfloat16
+    assert len(loaded.model_print) == 64
+
+
+def test_a_tied_head_costs_no_memory(tmp_path: Path) -> None:
+    tied = load_model(write_tiny_gguf(tmp_path / "tied.gguf"), dtype=KVDType.FLOAT32)
+    untied = load_model(write_tiny_gguf(tmp_path / "untied.gguf", is_tied=False), dtype=KVDType.FLOAT32)
+    assert untied.weight_bytes - tied.weight_bytes == 267 * 64 * 4
+
+
+def test_progress_rises_to_the_whole(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    load_model(
+        write_tiny_gguf(tmp_path / "tiny.gguf"),
+        dtype=KVDType.FLOAT32,
+        on_progress=lambda num_done, num_all: calls.append((num_done, num_all)),
+    )
+    done = [num_done for num_done, _ in calls]
+    assert done[0] == 0
+    assert done == sorted(done)
+    assert calls[-1][0] == calls[-1][1]
+    assert {num_all for _, num_all in calls} == {calls[-1][1]}
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "output_norm.weight", "blk.1.attn_k.weight", "blk.0.ffn_norm.weight"])
+def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", omit=frozenset({name}))
+    with pytest.raises(ModelFileError, match=f"lacks the tensor {name}"):
+        load_model(path, dtype=KVDType.FLOAT32)
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    name = "blk.1.attn_k.weight"
+    wrong = np.zeros((64, 64), dtype=np.float32)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", omit=frozenset({name}), extra_tensors={name: wrong})
+    with pytest.raises(ModelFileError, match=r"blk\.1\.attn_k\.weight has shape \[64, 64\]; .* \[32, 64\]"):
+        load_model(path, dtype=KVDType.FLOAT32)
+
+
+def test_a_tensor_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", extra_tensors={"blk.0.attn_q.bias": np.zeros(64, dtype=np.float32)})
+    with pytest.raises(ModelFileError, match=r"blk\.0\.attn_q\.bias"):
+        load_model(path, dtype=KVDType.FLOAT32)
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", architecture="gemma3")
+    with pytest.raises(ModelFileError, match="architecture 'gemma3'; supported is 'llama'"):
+        read_model_config(path)
+
+
+@pytest.mark.parametrize(
+    "weight_type",
+    [GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1],
+)
+def test_quantised_weights_answer_much_like_the_originals(weight_type: GGMLQuantizationType, tmp_path: Path) -> None:
+    def logprobs(path: Path) -> dict[int, float]:
+        engine = TinyEngine(path, KVDType.FLOAT32)
+        token = engine.prefill(PROMPT, chunk=16, max_tokens=16).results[-1]
+        assert token.logprobs is not None
+        return dict(token.logprobs.top)
+
+    original = logprobs(write_tiny_gguf(tmp_path / "f32.gguf"))
+    quantised = logprobs(write_tiny_gguf(tmp_path / "quantised.gguf", weight_type=weight_type))
+    shared = original.keys() & quantised.keys()
+    assert len(shared) >= 12
+    is_coarse = weight_type is GGMLQuantizationType.Q4_1
+    assert all(abs(original[token] - quantised[token]) < (1.5 if is_coarse else 0.3) for token in shared)
+
+
+def test_rope_factors_are_applied(tmp_path: Path) -> None:
+    def stored_keys(path: Path) -> torch.Tensor:
+        engine = TinyEngine(path, KVDType.FLOAT32)
+        return engine.stored(engine.prefill(PROMPT, chunk=16, max_tokens=16))[0, 0, 0]  # [page_size, num_kv_heads, head_dim]
+
+    def with_factor(factor: float) -> Path:
+        factors = {"rope_freqs.weight": np.full(8, factor, dtype=np.float32)}
+        return write_tiny_gguf(tmp_path / f"factor-{factor}.gguf", extra_tensors=factors)
+
+    plain = stored_keys(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    assert torch.equal(stored_keys(with_factor(1.0)), plain)
+    halved = stored_keys(with_factor(2.0))
+    assert torch.equal(halved[0], plain[0]), "position 0 is not rotated"
+    assert not torch.equal(halved[1], plain[1])
+
+
+def test_a_model_is_loaded_into_each_type(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    sizes = {dtype: load_model(path, dtype=dtype).weight_bytes for dtype in KVDType}
+    assert sizes[KVDType.FLOAT32] > sizes[KVDType.BFLOAT16] == sizes[KVDType.FLOAT16]

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from llm_engine.memory_budget import num_pages_for_budget
+from serving_core.errors import ConfigError
+from serving_core.kv_page_layout import KVDType, KVPageLayout
+
+LAYOUT = KVPageLayout(num_layers=2, num_kv_heads=2, head_dim=16, page_size=16, dtype=KVDType.BFLOAT16)
+
+
+def test_as_many_whole_pages_as_fit() -> None:
+    budget = 10 * LAYOUT.page_bytes
+    assert num_pages_for_budget(LAYOUT, budget, 160) == 10
+    assert num_pages_for_budget(LAYOUT, budget + LAYOUT.page_bytes - 1, 160) == 10
+
+
+def test_a_budget_below_one_window_names_both_ways_out() -> None:
+    with pytest.raises(ConfigError) as caught:
+        num_pages_for_budget(LAYOUT, 10 * LAYOUT.page_bytes, 161)
+    assert str(11 * LAYOUT.page_bytes) in str(caught.value)
+    assert "--max-model-len to 160" in str(caught.value)
+    assert num_pages_for_budget(LAYOUT, 11 * LAYOUT.page_bytes, 161) == 11
+
+
+def test_a_budget_below_one_page_proposes_no_shorter_window() -> None:
+    with pytest.raises(ConfigError) as caught:
+        num_pages_for_budget(LAYOUT, LAYOUT.page_bytes - 1, 16)
+    assert str(LAYOUT.page_bytes) in str(caught.value)
+    assert "--max-model-len" not in str(caught.value)
