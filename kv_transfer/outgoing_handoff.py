@@ -1,0 +1,277 @@
+"""One attempt's way out of a prefill worker: pushes pages as they come, then commits. It holds no page (its creator does, until
+``run`` has ended), computes nothing and chooses no peer.
+
+    AWAITING_PAGES <--> AWAITING_ACCEPTANCE --> AWAITING_ACKNOWLEDGEMENT --> COMMITTED
+                             ^                     ^
+                             v                     v
+                        AWAITING_WAY          AWAITING_WAY
+
+    From every state but the last: --> REFUSED, by the receiver's word, or --> CANCELLED, by ``cancel`` or the task's own end.
+
+AWAITING_WAY is a way that broke: after a delay the stream is opened again and everything that was not known to be accepted is
+sent again, or the commit is repeated. There is no last try; the lease of whoever cancels bounds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from kv_transfer.backoff import Backoff
+from kv_transfer.page_transport import PageSource, PageStream, PageTransport, Segment
+from kv_transfer.transfer_plan import TransferPlan
+from serving_core.clock import Clock
+from serving_core.errors import Refused, WorkerLost
+from serving_core.ids import PageId
+from serving_core.token_event import TokenLogprobs
+from serving_core.transfer_ticket import HandoffCommit, TransferTicket
+
+MAX_SEGMENT_BYTES = 256 << 10
+"""Longer segments are hardly faster and hold up a decode worker's event loop for longer."""
+
+
+class Committer(Protocol):
+    """The way to the decode worker's Commit."""
+
+    async def commit(self, commit: HandoffCommit) -> None:
+        """Returns when the decode worker has acknowledged. Safe to repeat.
+
+        Bounded in time by a deadline of its own. Raises ``Refused`` when the decode worker declined, ``WorkerLost`` when no
+        answer came.
+        """
+
+
+class HandoffState(enum.Enum):
+    """What a hand-off waits for, or how it ended."""
+
+    AWAITING_PAGES = "awaiting_pages"
+    """The engine has not computed the next pages yet."""
+    AWAITING_ACCEPTANCE = "awaiting_acceptance"
+    """Segments are on their way; the receiver has not accepted all of them."""
+    AWAITING_WAY = "awaiting_way"
+    """The way broke; the next try comes after a delay."""
+    AWAITING_ACKNOWLEDGEMENT = "awaiting_acknowledgement"
+    """Every page is accepted and the commit is sent."""
+    COMMITTED = "committed"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (HandoffState.COMMITTED, HandoffState.REFUSED, HandoffState.CANCELLED)
+
+
+class OutgoingHandoff:
+    """Delivers one (reservation, attempt). Created on the event loop; ``run`` is awaited there once, in a task of its own.
+
+    ``offer`` and ``finish`` belong to the engine thread, ``cancel`` to any thread; none of them blocks. Pages offered must stay
+    held until ``run`` has ended, however it ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        ticket: TransferTicket,
+        plan: TransferPlan,
+        source: PageSource,
+        transport: PageTransport,
+        committer: Committer,
+        clock: Clock,
+        backoff: Backoff | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        max_segment_bytes: int = MAX_SEGMENT_BYTES,
+    ) -> None:
+        assert plan.destination == ticket.layout
+        self._ticket = ticket
+        self._source = source
+        self._transport = transport
+        self._committer = committer
+        self._clock = clock
+        self._backoff = backoff or Backoff()
+        self._sleep = sleep
+        self._pieces = plan.cut(max_segment_bytes)
+        self._loop = asyncio.get_running_loop()
+        self._next_ordinal = ticket.first_page  # engine thread only
+        # From here on: event loop only.
+        self._pages: list[tuple[int, PageId]] = []
+        self._num_pages_accepted = 0
+        self._commit: HandoffCommit | None = None
+        self._has_news = asyncio.Event()
+        self._task: asyncio.Task[object] | None = None
+        self._is_cancelled = False
+        self._state = HandoffState.AWAITING_PAGES
+        self._finished_at = 0.0
+        self._exposed_s: float | None = None
+        self._transfer_s = 0.0
+        self._num_bytes_sent = 0
+        self._num_broken_ways = 0
+
+    @property
+    def state(self) -> HandoffState:
+        return self._state
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """Page bytes written to the transport, those sent again counted again."""
+        return self._num_bytes_sent
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds in which page bytes were under way; not those in which the engine computed or a broken way was left alone."""
+        return self._transfer_s
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Seconds from ``finish`` to the acknowledged commit: the part of the hand-off that computing did not hide. None
+        until then."""
+        return self._exposed_s
+
+    @property
+    def num_broken_ways(self) -> int:
+        """How often a page stream or a commit met ``WorkerLost``."""
+        return self._num_broken_ways
+
+    def offer(self, pages: Sequence[tuple[int, PageId]]) -> None:
+        """Send these (ordinal, page) next; their bytes are final. Ordinals run on from the ticket's first page, without a gap.
+
+        Engine thread.
+        """
+        expected = range(self._next_ordinal, self._next_ordinal + len(pages))
+        assert [ordinal for ordinal, _ in pages] == list(expected), "pages are offered in order, each once"
+        assert expected.stop <= self._ticket.num_prompt_pages
+        self._next_ordinal = expected.stop
+        self._on_loop(lambda: self._take_pages(tuple(pages)))
+
+    def finish(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Every page was offered and output token 0 is ``token_id``: commit when all is accepted. Engine thread."""
+        assert self._next_ordinal == self._ticket.num_prompt_pages, "finish comes after the last page"
+        finished_at = self._clock.now()
+        num_pages = self._ticket.num_prompt_pages - self._ticket.first_page
+        commit = HandoffCommit(
+            reservation_id=self._ticket.reservation_id,
+            key=self._ticket.key,
+            attempt=self._ticket.attempt,
+            token_id=token_id,
+            logprobs=logprobs,
+            num_bytes_sent=num_pages * self._ticket.layout.page_bytes,
+        )
+        self._on_loop(lambda: self._take_commit(commit, finished_at))
+
+    def cancel(self) -> None:
+        """End ``run`` at once, whatever it waits for. Any thread; idempotent; nothing happens once it has ended."""
+        self._on_loop(self._cancel)
+
+    async def run(self) -> None:
+        """Deliver every page and the commit. Returns once the decode worker has acknowledged.
+
+        Raises ``Refused`` when it declined, ``CancelledError`` after ``cancel``. Never raises ``WorkerLost``: a broken way is
+        tried again until one of the other ends comes.
+        """
+        assert self._task is None, "a hand-off runs once"
+        self._task = asyncio.current_task()
+        try:
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+            await self._deliver_pages()
+            await self._deliver_commit()
+        except Refused:
+            self._state = HandoffState.REFUSED
+            raise
+        except asyncio.CancelledError:
+            self._state = HandoffState.CANCELLED
+            raise
+        self._state = HandoffState.COMMITTED
+
+    async def _deliver_pages(self) -> None:
+        while not self._is_everything_accepted():
+            await self._wait_for_pages()
+            try:
+                async with self._transport.open(self._ticket) as stream:
+                    await self._push(stream)
+            except WorkerLost:
+                await self._wait_for_way()
+
+    async def _push(self, stream: PageStream) -> None:
+        while not self._is_everything_accepted():
+            await self._wait_for_pages()
+            self._state = HandoffState.AWAITING_ACCEPTANCE
+            started_at = self._clock.now()
+            try:
+                await self._send_offered(stream)
+            finally:
+                self._transfer_s += self._clock.now() - started_at
+
+    async def _send_offered(self, stream: PageStream) -> None:
+        num_sent = self._num_pages_accepted
+        while num_sent < len(self._pages):  # more may be offered meanwhile
+            ordinal, page_id = self._pages[num_sent]
+            await self._send_page(stream, ordinal, self._source.page_memory(page_id))
+            num_sent += 1
+        await stream.flush()
+        self._num_pages_accepted = num_sent
+        self._backoff.reset()
+
+    async def _send_page(self, stream: PageStream, ordinal: int, memory: memoryview) -> None:
+        for piece in self._pieces:
+            segment = Segment(
+                reservation_id=self._ticket.reservation_id,
+                attempt=self._ticket.attempt,
+                page_ordinal=ordinal,
+                offset=piece.destination_offset,
+                payload=memory[piece.source_offset : piece.source_offset + piece.num_bytes],
+            )
+            await stream.write(segment)
+            self._num_bytes_sent += piece.num_bytes
+
+    async def _deliver_commit(self) -> None:
+        while self._commit is None:
+            await self._wait_for_news()
+        while True:
+            self._state = HandoffState.AWAITING_ACKNOWLEDGEMENT
+            try:
+                await self._committer.commit(self._commit)
+            except WorkerLost:
+                await self._wait_for_way()
+            else:
+                self._exposed_s = self._clock.now() - self._finished_at
+                return
+
+    async def _wait_for_pages(self) -> None:
+        while self._num_pages_accepted == len(self._pages):
+            await self._wait_for_news()
+
+    async def _wait_for_news(self) -> None:
+        self._state = HandoffState.AWAITING_PAGES
+        self._has_news.clear()
+        await self._has_news.wait()
+
+    async def _wait_for_way(self) -> None:
+        self._state = HandoffState.AWAITING_WAY
+        self._num_broken_ways += 1
+        await self._sleep(self._backoff.next_delay_s())
+
+    def _is_everything_accepted(self) -> bool:
+        return self._num_pages_accepted == self._ticket.num_prompt_pages - self._ticket.first_page
+
+    def _take_pages(self, pages: tuple[tuple[int, PageId], ...]) -> None:
+        self._pages.extend(pages)
+        self._has_news.set()
+
+    def _take_commit(self, commit: HandoffCommit, finished_at: float) -> None:
+        self._commit = commit
+        self._finished_at = finished_at
+        self._has_news.set()
+
+    def _cancel(self) -> None:
+        if self._is_cancelled or self._state.is_final:
+            return
+        self._is_cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, which has ended ``run``: nothing is left to tell
+            self._loop.call_soon_threadsafe(call)
