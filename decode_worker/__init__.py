@@ -1,0 +1,1 @@
+"""The decode phase: handed-over sequences, continuous batching, token streams."""

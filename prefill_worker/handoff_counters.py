@@ -1,0 +1,51 @@
+"""What the hand-offs of one prefill worker moved, and how long it took. Numbers only, changed on the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+TRANSFER_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class DurationHistogram:
+    """Counts durations by upper bound, in seconds."""
+
+    bounds_s: tuple[float, ...]
+    total_s: float = 0.0
+    num_observed: int = 0
+    _counts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counts = [0] * len(self.bounds_s)
+
+    def observe(self, seconds: float) -> None:
+        self.total_s += seconds
+        self.num_observed += 1
+        for index, bound in enumerate(self.bounds_s):
+            if seconds <= bound:
+                self._counts[index] += 1
+                break
+
+    def cumulative(self) -> Iterator[tuple[float, int]]:
+        """(upper bound, how many were at most that long), infinity last: the form Prometheus wants."""
+        num_so_far = 0
+        for bound, count in zip(self.bounds_s, self._counts, strict=True):
+            num_so_far += count
+            yield bound, num_so_far
+        yield float("inf"), self.num_observed
+
+
+@dataclass(slots=True, kw_only=True)
+class HandoffCounters:
+    """Totals over hand-offs that have ended, however they ended; the histogram has the acknowledged ones only.
+
+    ``transfer_s``: page bytes under way, or waiting for a way, as far as the hand-off itself tells.
+    """
+
+    num_acknowledged: int = 0
+    num_not_acknowledged: int = 0
+    num_bytes_sent: int = 0
+    num_broken_ways: int = 0
+    transfer_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(bounds_s=TRANSFER_BOUNDS_S))

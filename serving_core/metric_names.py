@@ -1,0 +1,98 @@
+"""The metrics that workers report to the routers: names, kinds and labels. The router adds model_name, role and worker.
+
+A worker sends its families in ``WorkerStatus.metrics`` with ``name`` and ``kind`` as here. Samples of counters and gauges carry
+the family's own name; those of a histogram end in ``_bucket`` (cumulative, label ``le``), ``_sum`` and ``_count``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving_core.errors import RefusalCode
+from serving_core.page_state import PageState
+from serving_core.worker_status import MetricFamily, MetricSample
+
+PREFIX = "twinpool:"
+
+NUM_REQUESTS_RUNNING = PREFIX + "num_requests_running"
+NUM_REQUESTS_WAITING = PREFIX + "num_requests_waiting"
+KV_CACHE_USAGE_PERC = PREFIX + "kv_cache_usage_perc"
+NUM_PREEMPTIONS_TOTAL = PREFIX + "num_preemptions_total"
+PROMPT_TOKENS_TOTAL = PREFIX + "prompt_tokens_total"
+GENERATION_TOKENS_TOTAL = PREFIX + "generation_tokens_total"
+PAGES = PREFIX + "pages"
+KV_TRANSFER_BYTES_TOTAL = PREFIX + "kv_transfer_bytes_total"
+KV_TRANSFER_SECONDS = PREFIX + "kv_transfer_seconds"
+LEASE_EXPIRED_TOTAL = PREFIX + "lease_expired_total"
+KV_WRITES_REFUSED_TOTAL = PREFIX + "kv_writes_refused_total"
+
+KV_TRANSFER_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds in seconds, without the last one (``+Inf``)."""
+
+WRITE_REFUSAL_CODES = (
+    RefusalCode.STALE_ATTEMPT,
+    RefusalCode.UNKNOWN_RESERVATION,
+    RefusalCode.LEASE_EXPIRED,
+    RefusalCode.CHECKSUM_MISMATCH,
+    RefusalCode.MALFORMED,
+)
+"""What a page write can be refused for. As a label: the name in lower case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMetric:
+    """One family: ``kind`` is counter, gauge or histogram; ``label`` its only label, if any, with all of its values."""
+
+    name: str
+    kind: str
+    documentation: str
+    label: str | None = None
+    label_values: tuple[str, ...] = ()
+
+
+WORKER_METRICS = (
+    WorkerMetric(name=NUM_REQUESTS_RUNNING, kind="gauge", documentation="Sequences being computed."),
+    WorkerMetric(name=NUM_REQUESTS_WAITING, kind="gauge", documentation="Sequences waiting for their first step."),
+    WorkerMetric(name=KV_CACHE_USAGE_PERC, kind="gauge", documentation="Share of KV pages that are not free, 0 to 1."),
+    WorkerMetric(name=NUM_PREEMPTIONS_TOTAL, kind="counter", documentation="Sequences that had to give their pages up."),
+    WorkerMetric(name=PROMPT_TOKENS_TOTAL, kind="counter", documentation="Prompt tokens computed."),
+    WorkerMetric(name=GENERATION_TOKENS_TOTAL, kind="counter", documentation="Tokens generated."),
+    WorkerMetric(
+        name=PAGES,
+        kind="gauge",
+        documentation="KV pages by state.",
+        label="state",
+        label_values=tuple(state.value for state in PageState),
+    ),
+    WorkerMetric(name=KV_TRANSFER_BYTES_TOTAL, kind="counter", documentation="KV page bytes sent and acknowledged."),
+    WorkerMetric(
+        name=KV_TRANSFER_SECONDS, kind="histogram", documentation="Seconds from the first page of a hand-off to its commit."
+    ),
+    WorkerMetric(name=LEASE_EXPIRED_TOTAL, kind="counter", documentation="Sequences released because no router named them."),
+    WorkerMetric(
+        name=KV_WRITES_REFUSED_TOTAL,
+        kind="counter",
+        documentation="Page writes refused by this worker, by reason.",
+        label="code",
+        label_values=tuple(code.name.lower() for code in WRITE_REFUSAL_CODES),
+    ),
+)
+"""Every worker metric, in the order of ``/metrics``."""
+
+
+def zero_family(metric: WorkerMetric) -> MetricFamily:
+    """The family of a worker that has counted nothing yet: every series is there, at zero."""
+    if metric.kind == "histogram":
+        bounds = (*(f"{bound:g}" for bound in KV_TRANSFER_SECONDS_BUCKETS), "+Inf")
+        samples = (
+            *(MetricSample(name=f"{metric.name}_bucket", labels=(("le", bound),), value=0.0) for bound in bounds),
+            MetricSample(name=f"{metric.name}_sum", labels=(), value=0.0),
+            MetricSample(name=f"{metric.name}_count", labels=(), value=0.0),
+        )
+    elif metric.label is not None:
+        samples = tuple(
+            MetricSample(name=metric.name, labels=((metric.label, value),), value=0.0) for value in metric.label_values
+        )
+    else:
+        samples = (MetricSample(name=metric.name, labels=(), value=0.0),)
+    return MetricFamily(name=metric.name, documentation=metric.documentation, kind=metric.kind, samples=samples)

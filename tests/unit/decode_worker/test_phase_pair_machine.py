@@ -1,0 +1,242 @@
+"""A prefill and a decode phase under any order of admissions, retries, aborts, lease ends, lost and delivered segments."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from serving_core.clock import ManualClock
+from serving_core.errors import RefusalCode, Refused, WorkerLost
+from serving_core.generate_request import GenerateRequest
+from serving_core.ids import SequenceKey
+from serving_core.token_event import TokenEvent
+from serving_core.transfer_ticket import TransferTicket
+from tests.pages import assert_no_leaks
+from tests.phases import (
+    LEASE_S,
+    ROUTER,
+    DecodeSide,
+    FakeHandoff,
+    PrefillSide,
+    deliver,
+    expected_tokens,
+    make_request,
+    push_page,
+)
+
+EXPECTED_CODES = {
+    RefusalCode.STALE_ATTEMPT,
+    RefusalCode.LEASE_EXPIRED,
+    RefusalCode.UNKNOWN_RESERVATION,
+    RefusalCode.RESOURCE_EXHAUSTED,
+    RefusalCode.INCOMPLETE,
+}
+
+
+def check_code(refused: Refused, expected: set[RefusalCode]) -> None:
+    assert refused.code in expected, str(refused)
+
+
+class Wanted:
+    """One request as its router sees it."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.attempt = 0
+        self.answers: list[tuple[int, TransferTicket | Refused]] = []
+
+    @property
+    def ticket(self) -> TransferTicket | None:
+        """The ticket of the newest attempt, if it has come."""
+        for attempt, answer in reversed(self.answers):
+            if attempt == self.attempt:
+                return answer if isinstance(answer, TransferTicket) else None
+        return None
+
+
+class PhasePairMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.decode = DecodeSide(self.clock, num_pages=10, max_num_seqs=3, max_waiting=2)
+        self.prefill = PrefillSide(self.clock, num_pages=6, max_num_batched_tokens=5)
+        self.colocated_prefill = PrefillSide(beside=self.decode, max_num_batched_tokens=5)
+        self.wanted: list[Wanted] = []
+        self.handoffs: list[FakeHandoff] = []
+
+    def _pick(self, number: int) -> Wanted:
+        return self.wanted[number % len(self.wanted)]
+
+    def _assert_newest(self, handoff: FakeHandoff) -> None:
+        """What decode took is of the newest attempt that it issued under this reservation."""
+        of_reservation = [
+            answer.attempt
+            for wanted in self.wanted
+            for _, answer in wanted.answers
+            if isinstance(answer, TransferTicket) and answer.reservation_id == handoff.ticket.reservation_id
+        ]
+        assert handoff.ticket.attempt == max(of_reservation)
+
+    def _reserve(self, wanted: Wanted) -> None:
+        attempt = wanted.attempt
+        self.decode.phase.reserve(wanted.request, attempt, ROUTER, lambda answer: wanted.answers.append((attempt, answer)))
+
+    @precondition(lambda self: len(self.wanted) < 8)
+    @rule(num_prompt_tokens=st.integers(1, 14), max_tokens=st.integers(1, 8))
+    def ask(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        name = f"r{len(self.wanted)}"
+        wanted = Wanted(make_request(num_prompt_tokens, name=name, max_tokens=max_tokens))
+        self.wanted.append(wanted)
+        wanted.attempt = 1
+        self._reserve(wanted)
+
+    @precondition(lambda self: self.wanted)
+    @rule(number=st.integers(0, 7), is_new_attempt=st.booleans())
+    def ask_again(self, number: int, is_new_attempt: bool) -> None:
+        wanted = self._pick(number)
+        wanted.attempt += is_new_attempt
+        self._reserve(wanted)
+
+    @precondition(lambda self: self.wanted)
+    @rule(number=st.integers(0, 7), is_local=st.booleans())
+    def start(self, number: int, is_local: bool) -> None:
+        wanted = self._pick(number)
+        if wanted.ticket is None:
+            return
+        try:
+            if is_local:
+                self.colocated_prefill.admit_local(wanted.request, wanted.ticket)
+            else:
+                self.handoffs.append(self.prefill.admit(wanted.request, wanted.ticket))
+        except Refused as refused:
+            check_code(refused, EXPECTED_CODES)
+
+    @precondition(lambda self: self.wanted)
+    @rule(number=st.integers(0, 7), num_stages=st.integers(1, 4))
+    def carry_on(self, number: int, num_stages: int) -> None:
+        """What mostly happens: one sequence goes its way, as far as ``num_stages``."""
+        wanted = self._pick(number)
+        self.start(number, is_local=False)
+        own = [handoff for handoff in self.handoffs if handoff.ticket is wanted.ticket and not handoff.has_ended]
+        if num_stages >= 2:
+            self.run_prefill_worker(4)
+        for handoff in own[-1:]:
+            if num_stages >= 3 and not handoff.is_cancelled and handoff.commit is not None:
+                deliver(self.prefill, self.decode, handoff)
+        if num_stages >= 4:
+            self.run_decode_worker(2)
+
+    @precondition(lambda self: self.wanted)
+    @rule(number=st.integers(0, 7), back=st.integers(0, 1), is_prefill=st.booleans(), is_decode=st.booleans())
+    def abort(self, number: int, back: int, is_prefill: bool, is_decode: bool) -> None:
+        wanted = self._pick(number)
+        attempt = max(0, wanted.attempt - back)
+        if is_prefill:
+            self.prefill.phase.abort(wanted.request.key, attempt)
+            self.colocated_prefill.phase.abort(wanted.request.key, attempt)
+        if is_decode:
+            self.decode.phase.abort(wanted.request.key, attempt)
+
+    @rule(num_turns=st.integers(1, 4))
+    def run_decode_worker(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            self.decode.step()
+            self.colocated_prefill.step()
+
+    @rule(num_turns=st.integers(1, 4))
+    def run_prefill_worker(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            self.prefill.step()
+
+    @precondition(lambda self: self.handoffs)
+    @rule(number=st.integers(0, 50))
+    def push_one(self, number: int) -> None:
+        """Also of hand-offs long cancelled: they were frozen."""
+        handoff = self.handoffs[number % len(self.handoffs)]
+        if handoff.has_ended or handoff.num_sent == len(handoff.pages):
+            return
+        try:
+            push_page(self.prefill, self.decode, handoff)
+        except Refused as refused:
+            check_code(refused, EXPECTED_CODES | {RefusalCode.MALFORMED})  # malformed: lent to the local path meanwhile
+            self.prefill.end_handoff(handoff, refused)
+        else:
+            self._assert_newest(handoff)
+
+    @precondition(lambda self: self.handoffs)
+    @rule(number=st.integers(0, 50), is_way_lost=st.booleans())
+    def finish_handoff(self, number: int, is_way_lost: bool) -> None:
+        handoff = self.handoffs[number % len(self.handoffs)]
+        if handoff.has_ended or (handoff.commit is None and not handoff.is_cancelled):
+            return
+        if is_way_lost and not handoff.is_cancelled:
+            self.prefill.end_handoff(handoff, WorkerLost("The way is lost."))
+        else:
+            deliver(self.prefill, self.decode, handoff)
+
+    @precondition(lambda self: self.handoffs)
+    @rule(number=st.integers(0, 50))
+    def repeat_commit(self, number: int) -> None:
+        handoff = self.handoffs[number % len(self.handoffs)]
+        if handoff.commit is None:
+            return
+        try:
+            self.decode.phase.commit(handoff.commit)
+        except Refused as refused:
+            check_code(refused, EXPECTED_CODES | {RefusalCode.MALFORMED})
+        else:
+            self._assert_newest(handoff)
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 3.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule(numbers=st.frozensets(st.integers(0, 7)))
+    def renew(self, numbers: frozenset[int]) -> None:
+        keys = frozenset(self._pick(number).request.key for number in numbers if self.wanted)
+        for phase in (self.decode.phase, self.prefill.phase, self.colocated_prefill.phase):
+            phase.renew(keys)
+
+    @invariant()
+    def sums_are_right(self) -> None:
+        self.decode.pool.check()
+        self.prefill.pool.check()
+        assert self.decode.pool.snapshot().is_sum_ok
+
+    @invariant()
+    def streams_are_right(self) -> None:
+        """Per attempt: indexes from 0 without a gap, the tokens of an undisturbed run, nothing after the end."""
+        streams: dict[tuple[SequenceKey, int], list[TokenEvent]] = {}
+        for event in self.decode.sink.events:
+            if isinstance(event, TokenEvent):
+                streams.setdefault((event.key, event.attempt), []).append(event)
+        for wanted in self.wanted:
+            request = wanted.request
+            expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+            for attempt in range(1, wanted.attempt + 1):
+                events = streams.get((request.key, attempt), [])
+                assert [event.index for event in events] == list(range(len(events)))
+                assert [event.token_id for event in events] == expected[: len(events)]
+                assert all(event.finish_reason is None for event in events[:-1])
+                is_whole = len(events) == len(expected)
+                assert not events or is_whole == (events[-1].finish_reason is not None)
+            for side in (self.prefill, self.colocated_prefill):
+                assert set(side.token_ids(request.key)) <= {expected[0]}
+
+    def teardown(self) -> None:
+        """Every router is gone: after one lease nothing is left, whatever went before."""
+        self.clock.advance(LEASE_S)
+        for side in (self.decode, self.prefill, self.colocated_prefill):
+            side.run_out()
+        self.prefill.close_cancelled()
+        assert_no_leaks(self.decode.pool)
+        assert_no_leaks(self.prefill.pool)
+        for phase in (self.decode.phase, self.prefill.phase, self.colocated_prefill.phase):
+            status = phase.status()
+            assert (status.num_running, status.num_waiting, status.num_queued_tokens) == (0, 0, 0)
+            assert phase.expire(self.clock.now()) is None
+
+
+TestPhasePairMachine = PhasePairMachine.TestCase
+TestPhasePairMachine.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
