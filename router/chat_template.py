@@ -1,0 +1,127 @@
+"""Messages to prompt text through the model's own Jinja template, sandboxed: a template comes with a file from strangers.
+
+Knows neither HTTP nor tokens. The sandbox denies attributes that lead to Python's internals, changes to values, and ranges
+over 100,000; the length of the outcome is bounded here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from router.gguf_metadata import read_gguf_metadata
+from router.vocabulary import read_vocabulary
+from serving_core.errors import InvalidRequest, ModelFileError
+
+JsonValue = None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
+
+MAX_RENDERED_CHARS = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One message as a template sees it: ``content`` is plain text. ``extras`` are further keys, such as ``name`` or
+    ``tool_calls``, passed through."""
+
+    role: str
+    content: str
+    extras: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+class ChatTemplate:
+    """A compiled template, or the knowledge that the model has none.
+
+    ``origin`` names the file for error messages. Raises ``ModelFileError`` with the line where a template cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        origin: str,
+        bos_token: str = "",
+        eos_token: str = "",
+        now: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ) -> None:
+        self._origin = origin
+        self._special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._template = None if source is None else _compile(source, origin=origin, now=now)
+
+    @property
+    def is_available(self) -> bool:
+        return self._template is not None
+
+    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+        """The prompt's text. Raises ``InvalidRequest`` where the model has no template, the template refuses the messages or
+        does something it must not.
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                "This model has no chat template, so it cannot answer /v1/chat/completions; use /v1/completions.",
+                param="messages",
+                code="no_chat_template",
+            )
+        try:
+            pieces = self._template.generate(
+                messages=[{**message.extras, "role": message.role, "content": message.content} for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+            rendered: list[str] = []
+            num_chars = 0
+            for piece in pieces:
+                num_chars += len(piece)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise OverflowError(f"its output is longer than {MAX_RENDERED_CHARS} characters")
+                rendered.append(piece)
+            return "".join(rendered)
+        except Exception as error:  # a template is a program: it can raise anything, and none of it is ours
+            raise InvalidRequest(
+                f"The chat template of this model cannot render these messages: {error}.",
+                param="messages",
+                code="chat_template",
+            ) from error
+
+
+def read_chat_template(path: Path) -> ChatTemplate:
+    """The template inside a ``.gguf`` file, or one that is not available. Raises ``ModelFileError``."""
+    metadata = read_gguf_metadata(path)
+    vocabulary = read_vocabulary(metadata)
+    eos_id = metadata.get("tokenizer.ggml.eos_token_id", int)
+    return ChatTemplate(
+        metadata.get("tokenizer.chat_template", str),
+        origin=str(path),
+        bos_token=vocabulary.text_of(vocabulary.bos_id),
+        eos_token=vocabulary.text_of(eos_id),
+    )
+
+
+def _compile(source: str, *, origin: str, now: Callable[[], datetime.datetime]) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelFileError(f"The chat template of {origin} is wrong in line {error.lineno}: {error.message}.") from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: JsonValue, indent: int | None = None, ensure_ascii: bool = False, sort_keys: bool = False) -> str:
+    # Jinja's own filter escapes for HTML, which a model was never trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)

@@ -1,0 +1,179 @@
+"""One worker process that holds a link to this router, and the legs of sequences that the router has put on it.
+
+A *leg* is the router's claim on one worker for one sequence in one phase. Leases are renewed, events routed and room counted
+by legs alone, so that nothing else has to be kept in step. Knows no gRPC: calls go through ``WorkerCalls``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from router.placement import WorkerLoad
+from serving_core.generate_request import GenerateRequest
+from serving_core.ids import SequenceKey
+from serving_core.page_state import PagesSnapshot
+from serving_core.token_event import SequenceEvent
+from serving_core.transfer_ticket import TransferTicket
+from serving_core.worker_status import PhaseName, WorkerHello, WorkerStatus
+
+
+class WorkerCalls(Protocol):
+    """What a router asks of one worker process. Every call bounds its own time and raises ``Refused`` or ``WorkerLost``."""
+
+    async def reserve(self, request: GenerateRequest, attempt: int) -> TransferTicket:
+        """Reserve decode pages for the sequence at its longest."""
+
+    async def start(self, request: GenerateRequest, ticket: TransferTicket) -> None:
+        """Queue the prompt for prefill."""
+
+    async def release(self, phase: PhaseName, key: SequenceKey, attempt: int) -> None:
+        """End the sequence in that phase, up to ``attempt``; a no-op for what the worker does not hold."""
+
+    async def pages(self, *, is_summary: bool, timeout_s: float) -> PagesSnapshot:
+        """A live picture of the worker's page pool."""
+
+    async def close(self) -> None:
+        """Give the connection up; calls under way raise ``WorkerLost``. Idempotent."""
+
+
+class LegListener(Protocol):
+    """Whose leg it is. Both methods are called on the router's loop and return at once."""
+
+    def on_event(self, leg: Leg, event: SequenceEvent) -> None:
+        """The worker told something about the leg's sequence, of whatever attempt."""
+
+    def on_worker_lost(self, leg: Leg) -> None:
+        """The worker is gone, silent or replaced; nothing more will come from it. The leg is detached already."""
+
+
+class Leg:
+    """A claim on ``worker`` for ``key`` in ``phase``.
+
+    ``num_tokens`` is what pages are booked for (decode) and 0 for prefill, ``num_prefill_tokens`` the prompt still to be
+    computed (prefill) and 0 for decode. ``attempt`` is the highest one that was sent to the worker, 0 when none was.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: RegisteredWorker,
+        phase: PhaseName,
+        key: SequenceKey,
+        listener: LegListener,
+        num_tokens: int = 0,
+        num_prefill_tokens: int = 0,
+    ) -> None:
+        self.worker = worker
+        self.phase = phase
+        self.key = key
+        self.listener = listener
+        self.num_tokens = num_tokens
+        self.num_prefill_tokens = num_prefill_tokens
+        self.attempt = 0
+        self.is_wanted = True
+        """Whether the lease on the worker is still to be renewed."""
+        self.is_released = False
+        """Whether the worker has been, or is being, told to release it."""
+
+    def detach(self) -> None:
+        """Give back the room booked on the worker and hear no more of it. Idempotent."""
+        self.worker.detach(self)
+
+    def end_prefill(self) -> None:
+        """Token 0 is there: the prompt no longer counts as queued."""
+        if self.num_prefill_tokens:
+            self.num_prefill_tokens = 0
+            self.worker.tell_changed()
+
+
+class RegisteredWorker:
+    """One connection of one incarnation. When it ends it is never used again: the same process coming back is a new one."""
+
+    def __init__(self, hello: WorkerHello, *, calls: WorkerCalls, registered_at: float, on_change: Callable[[], None]) -> None:
+        self.hello = hello
+        self.calls = calls
+        self.registered_at = registered_at
+        self.status: WorkerStatus | None = None
+        self.lost_at: float | None = None
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the connection has ended."""
+        self._is_held = False
+        self._on_change = on_change
+        self._legs: dict[tuple[SequenceKey, PhaseName], Leg] = {}
+        self._num_booked_pages = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Connected and not draining: fit for new work, whether or not it has room."""
+        return self.lost_at is None and not (self.status is not None and self.status.is_draining)
+
+    @property
+    def num_legs(self) -> int:
+        return len(self._legs)
+
+    def load(self) -> WorkerLoad:
+        """This moment's room, by the router's own count."""
+        legs = self._legs.values()
+        return WorkerLoad(
+            worker_id=self.hello.worker_id,
+            phases=self.hello.phases,
+            can_take_work=self.is_ready and not self._is_held,
+            page_size=self.hello.layout.page_size,
+            num_free_pages=self.hello.num_pages - self._num_booked_pages,
+            num_running=sum(leg.phase is PhaseName.DECODE for leg in legs),
+            max_num_seqs=self.hello.max_num_seqs,
+            num_queued_prefill_tokens=sum(leg.num_prefill_tokens for leg in legs),
+            max_prefill_tokens_per_step=self.hello.max_prefill_tokens_per_step,
+        )
+
+    def wanted_keys(self) -> frozenset[SequenceKey]:
+        """The sequences whose leases are to be renewed here."""
+        return frozenset(leg.key for leg in self._legs.values() if leg.is_wanted)
+
+    def attach(self, leg: Leg) -> Leg:
+        """Book the leg's room. At most one leg a sequence and phase."""
+        assert leg.worker is self
+        assert (leg.key, leg.phase) not in self._legs
+        self._legs[leg.key, leg.phase] = leg
+        self._num_booked_pages += self.hello.layout.num_pages_for(leg.num_tokens)
+        return leg
+
+    def detach(self, leg: Leg) -> None:
+        if self._legs.get((leg.key, leg.phase)) is leg:
+            del self._legs[leg.key, leg.phase]
+            self._num_booked_pages -= self.hello.layout.num_pages_for(leg.num_tokens)
+            self._is_held = False
+            self.tell_changed()
+
+    def hold(self) -> None:
+        """Give no new work until something changed here: the next status, or the end of one of its sequences."""
+        self._is_held = True
+
+    def take_status(self, status: WorkerStatus) -> None:
+        self.status = status
+        self._is_held = False
+        self.tell_changed()
+
+    def take_event(self, event: SequenceEvent) -> None:
+        """Hand the event to the leg it is about; events of sequences that are no longer here are dropped."""
+        leg = self._legs.get((event.key, PhaseName.DECODE)) or self._legs.get((event.key, PhaseName.PREFILL))
+        if leg is not None:
+            leg.listener.on_event(leg, event)
+
+    def lose(self, now: float) -> None:
+        """The connection ended: every leg is detached and its listener told, in the order in which they came. Idempotent."""
+        if self.lost_at is not None:
+            return
+        self.lost_at = now
+        self.gone.set_result(None)
+        legs = list(self._legs.values())
+        self._legs.clear()
+        self._num_booked_pages = 0
+        for leg in legs:
+            leg.listener.on_worker_lost(leg)
+        self.tell_changed()
+
+    def tell_changed(self) -> None:
+        self._on_change()

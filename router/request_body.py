@@ -1,0 +1,105 @@
+"""From the bytes of a request to a checked body, or to an ``InvalidRequest`` that names parameter, value and what is right."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from router.openai_schemas import NEUTRAL_VALUES
+from serving_core.errors import InvalidRequest
+
+MAX_BODY_BYTES = 32 * 2**20
+
+_Body = TypeVar("_Body", bound=BaseModel)
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxlevel = 2
+
+_RIGHT_OF_TYPE = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+"""JSON's words where pydantic would use Python's."""
+
+
+async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The request's body. Raises ``InvalidRequest`` with code ``request_too_large`` before more than ``max_bytes`` are held."""
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise InvalidRequest(f"The request's body is larger than {max_bytes} bytes.", code="request_too_large")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def parse_body(content: bytes, schema: type[_Body]) -> _Body:
+    """Check ``content`` against ``schema``. Raises ``InvalidRequest``; of several mistakes the first is told."""
+    fields = _parse_object(content)
+    for name, neutral in NEUTRAL_VALUES.items():
+        value = fields.get(name)
+        if value is not None and not any(type(value) is type(right) and value == right for right in neutral):
+            raise InvalidRequest(
+                f"{name} is {_short.repr(value)}, but this server does not support it yet; leave it out.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    if fields.get("stream_options") is not None and fields.get("stream") is not True:
+        raise InvalidRequest("stream_options is only allowed together with stream = true.", param="stream_options")
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        _refuse(error)
+
+
+def _parse_object(content: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(content, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"The request's body is not valid JSON: {error}.", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"The request's body must be a JSON object, not {_short.repr(fields)}.", code="invalid_json")
+    return fields
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _refuse(error: ValidationError) -> NoReturn:
+    mistake = error.errors(include_url=False)[0]
+    location = mistake["loc"]
+    path = _path(location)
+    # A wrong item in a list of plain values is a wrong list: clients look for the parameter's own name.
+    param = str(location[0]) if location and location[0] != "messages" else path
+    if mistake["type"] == "missing":
+        message = f"{path} is missing."
+    elif mistake["type"] == "value_error":
+        message = f"{path} {mistake['ctx']['error']}."
+    else:
+        right = _RIGHT_OF_TYPE.get(mistake["type"]) or mistake["msg"].removeprefix("Input should be ")
+        right = right.replace("Tuple should have", "a list of").replace("String should have", "a text of")
+        right = right.partition(" after validation")[0]
+        message = f"{path} is {_short.repr(mistake['input'])} but must be {right}."
+    raise InvalidRequest(message, param=param, code="invalid_value") from error
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Pydantic's location as a client writes it: messages[0].content."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier():
+            path += f".{step}" if path else step
+    return path

@@ -1,0 +1,101 @@
+"""Text to token ids and token ids to bytes, built from a GGUF file's own tables. Knows no weights and no requests.
+
+Built on ``tokenizers`` directly: 0.3 s with the default model, where ``transformers``' AutoTokenizer takes 7 s and imports
+torch. AutoTokenizer also splits by the GPT-2 pattern whatever the file's ``tokenizer.ggml.pre`` says. This module obeys it,
+so ids differ from AutoTokenizer's in places: after several white-space characters before a digit, around digits beyond ASCII.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as BackEnd
+
+from router.byte_level_bpe import build_byte_level_bpe, byte_level_bytes
+from router.gguf_metadata import read_gguf_metadata
+from router.sentencepiece_bpe import build_sentencepiece_bpe, sentencepiece_bytes
+from router.vocabulary import Vocabulary, read_vocabulary
+from serving_core.errors import InvalidRequest, ModelFileError
+
+
+class Tokenizer:
+    """One model's tokenizer. Immutable; ``encode`` may run in any thread and releases the interpreter's lock."""
+
+    def __init__(self, *, vocabulary: Vocabulary, back_end: BackEnd, token_bytes: Sequence[bytes]) -> None:
+        self._vocabulary = vocabulary
+        self._back_end = back_end
+        self._token_bytes = tuple(token_bytes)
+        self.special_token_ids: frozenset[int] = vocabulary.special_ids
+        self._max_token_bytes = max(1, *(len(token) for token in self._token_bytes))
+        single_bytes = {token[0] for token in self._token_bytes if len(token) == 1}
+        self._droppable_bytes = bytes(byte for byte in range(256) if byte not in single_bytes)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._token_bytes)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._vocabulary.bos_id
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._vocabulary.eos_ids
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether ``encode(add_special_tokens=True)`` begins with the BOS token."""
+        return self._vocabulary.adds_bos
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of ``text``; special tokens written out in it are recognised. ``add_special_tokens`` puts BOS in front
+        where the model wants one. Raises ``InvalidRequest`` for text that is not valid Unicode (a lone surrogate).
+        """
+        try:
+            # The batch form, because the single form holds the interpreter's lock (3.8 s for 5 MB, against 0.2 s).
+            (encoding,) = self._back_end.encode_batch_fast([text], add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequest("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
+        ids = tuple(encoding.ids)
+        bos_id = self._vocabulary.bos_id
+        if add_special_tokens and self._vocabulary.adds_bos and bos_id is not None:
+            return (bos_id, *ids)
+        return ids
+
+    def min_num_tokens(self, text: str) -> int:
+        """A lower bound for the length of ``encode(text)``, at the cost of counting bytes."""
+        # A byte without a token of its own may be dropped, so it cannot be relied on to cost anything.
+        num_bytes = len(text.encode("utf-8", "replace").translate(None, self._droppable_bytes))
+        return -(-num_bytes // self._max_token_bytes)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text; empty for an id beyond the vocabulary (a model may pad its head)."""
+        return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole answer: special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
+        parts = (self.token_bytes(token_id) for token_id in token_ids if token_id not in self.special_token_ids)
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Build the tokenizer of a ``.gguf`` file. Raises ``ModelFileError``."""
+    metadata = read_gguf_metadata(path)
+    vocabulary = read_vocabulary(metadata)
+    model = metadata.require("tokenizer.ggml.model", str)
+    if model == "gpt2":
+        back_end, token_bytes = build_byte_level_bpe(metadata, vocabulary), byte_level_bytes(vocabulary)
+    elif model == "llama":
+        back_end, token_bytes = build_sentencepiece_bpe(metadata, vocabulary), sentencepiece_bytes(vocabulary)
+    else:
+        raise ModelFileError(f"{path} has a tokenizer of kind {model!r}, but only gpt2 and llama are supported.")
+    special_ids = vocabulary.special_ids
+    back_end.add_tokens(
+        [
+            AddedToken(vocabulary.texts[token_id], normalized=False, special=token_id in special_ids)
+            for token_id in vocabulary.added_ids
+        ]
+    )
+    return Tokenizer(vocabulary=vocabulary, back_end=back_end, token_bytes=token_bytes)

@@ -1,0 +1,181 @@
+"""Which workers exist, and in which state. Owns registered workers and their connections; decides nothing about sequences.
+
+Life of a worker id: expected (starting) -> registered (ready) -> draining -> stream gone (suspect) -> silent too long (dead).
+From every state a new incarnation leads back to ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from router.background_tasks import BackgroundTasks
+from router.registered_worker import RegisteredWorker, WorkerCalls
+from serving_core.clock import Clock
+from serving_core.errors import RefusalCode, Refused
+from serving_core.ids import Incarnation, WorkerId
+from serving_core.worker_status import PhaseName, Role, WorkerHello
+
+
+class WorkerState(enum.Enum):
+    """The words of ``/admin/workers``."""
+
+    STARTING = "starting"
+    """Expected, but has not registered."""
+    READY = "ready"
+    """Takes new work."""
+    DRAINING = "draining"
+    """Takes no new work, finishes what it has."""
+    SUSPECT = "suspect"
+    """Its stream ended; it may come back."""
+    DEAD = "dead"
+    """Suspect for too long, or known to be gone."""
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerEntry:
+    """One place in a pool. ``worker`` is its latest registration, or None before the first."""
+
+    worker_id: WorkerId
+    role: Role
+    worker: RegisteredWorker | None = None
+    is_declared_dead: bool = False
+    retired: set[Incarnation] = field(default_factory=set)
+    """Incarnations that a newer one has replaced; one of them that wakes up late is refused."""
+
+
+class WorkerDirectory:
+    """All workers this router knows. Runs on the router's loop; nothing here blocks."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        dead_after_s: float,
+        connect: Callable[[WorkerHello], WorkerCalls],
+        tasks: BackgroundTasks,
+    ) -> None:
+        self._clock = clock
+        self._dead_after_s = dead_after_s
+        self._connect = connect
+        self._tasks = tasks
+        self._entries: dict[WorkerId, WorkerEntry] = {}
+        self._subscribers: list[Callable[[], None]] = []
+
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        """``on_change`` is called after every change of a worker's state or load."""
+        self._subscribers.append(on_change)
+
+    def expect(self, worker_id: WorkerId, role: Role) -> None:
+        """A process for ``worker_id`` is being started. Shown as starting unless a live one is registered."""
+        entry = self._entries.get(worker_id)
+        if entry is None or entry.worker is None or entry.worker.lost_at is not None:
+            retired = entry.retired if entry else set()
+            if entry and entry.worker:
+                retired.add(entry.worker.hello.incarnation)
+                self._close(entry.worker)
+            self._entries[worker_id] = WorkerEntry(worker_id=worker_id, role=role, retired=retired)
+            self._tell_changed()
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """The pool no longer has this place. Sequences still on it are lost. Unknown ids are a no-op."""
+        if (entry := self._entries.pop(worker_id, None)) is not None and entry.worker is not None:
+            self._close(entry.worker)
+        self._tell_changed()
+
+    def mark_dead(self, worker_id: WorkerId) -> None:
+        """The process behind ``worker_id`` is known to be gone. Unknown ids are a no-op."""
+        if (entry := self._entries.get(worker_id)) is not None:
+            entry.is_declared_dead = True
+            if entry.worker is not None:
+                entry.worker.lose(self._clock.now())
+            self._tell_changed()
+
+    def register(self, hello: WorkerHello) -> RegisteredWorker:
+        """Take a worker in, in place of what was registered under its id; what that one held is lost.
+
+        Raises ``Refused`` for an incarnation that a newer one has replaced.
+        """
+        entry = self._entries.get(hello.worker_id)
+        if entry is None:
+            entry = self._entries[hello.worker_id] = WorkerEntry(worker_id=hello.worker_id, role=hello.role)
+        if hello.incarnation in entry.retired:
+            raise Refused(
+                RefusalCode.STALE_ATTEMPT,
+                f"Incarnation {hello.incarnation} of {hello.worker_id} has been replaced by a newer one and cannot return.",
+            )
+        before = entry.worker
+        entry.worker = RegisteredWorker(
+            hello, calls=self._connect(hello), registered_at=self._clock.now(), on_change=self._tell_changed
+        )
+        entry.role = hello.role
+        entry.is_declared_dead = False
+        if before is not None:
+            if before.hello.incarnation != hello.incarnation:
+                entry.retired.add(before.hello.incarnation)
+            self._close(before)
+        self._tell_changed()
+        return entry.worker
+
+    def lose(self, worker: RegisteredWorker) -> None:
+        """The worker's stream ended. Idempotent."""
+        worker.lose(self._clock.now())
+
+    def entries(self) -> list[WorkerEntry]:
+        """Every known place in order of its id."""
+        return sorted(self._entries.values(), key=lambda entry: entry.worker_id)
+
+    def registered(self) -> Iterator[RegisteredWorker]:
+        """The latest registration of every place that had one, lost ones included."""
+        return (entry.worker for entry in self.entries() if entry.worker is not None)
+
+    def connected(self) -> list[RegisteredWorker]:
+        """Workers whose stream stands, draining ones included."""
+        return [worker for worker in self.registered() if worker.lost_at is None]
+
+    def state_of(self, entry: WorkerEntry) -> WorkerState:
+        """The state at this moment."""
+        worker = entry.worker
+        if entry.is_declared_dead:
+            return WorkerState.DEAD
+        if worker is None:
+            return WorkerState.STARTING
+        if worker.lost_at is not None:
+            is_silent_too_long = self._clock.now() - worker.lost_at > self._dead_after_s
+            return WorkerState.DEAD if is_silent_too_long else WorkerState.SUSPECT
+        return WorkerState.READY if worker.is_ready else WorkerState.DRAINING
+
+    def missing_phases(self) -> list[str]:
+        """The phases that no ready worker has mounted; empty when requests can be served."""
+        mounted = {phase for worker in self.registered() if worker.is_ready for phase in worker.hello.phases}
+        return [phase.value for phase in PhaseName if phase not in mounted]
+
+    async def wait_until(self, is_reached: Callable[[], bool]) -> None:
+        """Return as soon as ``is_reached`` holds; it is asked after every change. The caller bounds the time."""
+        reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def ask() -> None:
+            if not reached.done() and is_reached():
+                reached.set_result(None)
+
+        self.subscribe(ask)
+        try:
+            ask()
+            await reached
+        finally:
+            self._subscribers.remove(ask)
+
+    def close(self) -> None:
+        """Every worker is lost and its connection given up; ``tasks`` holds the closing. Idempotent."""
+        for worker in self.registered():
+            self._close(worker)
+
+    def _close(self, worker: RegisteredWorker) -> None:
+        worker.lose(self._clock.now())
+        self._tasks.spawn(worker.calls.close())
+
+    def _tell_changed(self) -> None:
+        for on_change in list(self._subscribers):
+            on_change()

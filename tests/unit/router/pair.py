@@ -1,0 +1,98 @@
+"""A router's pair side on a real loop and real sockets, without HTTP, model or workers of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from router.admission import AdmissionQueue
+from router.background_tasks import BackgroundTasks
+from router.generation import Generation
+from router.link_server import LinkServer
+from router.metrics import RouterMetrics
+from router.pair_generator import PairGenerator
+from router.worker_client import WorkerClient
+from router.worker_directory import WorkerDirectory
+from serving_core.clock import MonotonicClock
+from serving_core.generate_request import GenerateRequest
+from serving_core.ids import RouterId
+from serving_core.rpc.channel import make_server
+from serving_core.rpc.v1.router_link_pb2_grpc import add_RouterLinkServicer_to_server
+from serving_core.sampling_params import SamplingParams
+from tests.unit.router.fake_worker import make_key
+
+LEASE_S = 0.3
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """What a test of the pair side talks to."""
+
+    address: str
+    directory: WorkerDirectory
+    queue: AdmissionQueue
+    generator: PairGenerator
+    tasks: BackgroundTasks
+    metrics: RouterMetrics
+
+    def assert_no_leaks(self) -> None:
+        """No sequence, no leg, nobody in line, no task."""
+        assert self.generator.num_live == 0
+        assert len(self.queue) == 0
+        assert len(self.tasks) == 0
+        assert [worker.num_legs for worker in self.directory.registered()] == [0 for _ in self.directory.registered()]
+
+
+@contextlib.asynccontextmanager
+async def open_pair(
+    *, worker_wait_s: float = 5.0, max_waiting: int = 256, lease_s: float = LEASE_S, reserve_timeout_s: float = 5.0
+) -> AsyncIterator[Pair]:
+    """Serves a link; at the end everything is stopped and nothing may be left."""
+    clock = MonotonicClock()
+    tasks = BackgroundTasks()
+    router_id = RouterId("router-0")
+    directory = WorkerDirectory(
+        clock=clock,
+        dead_after_s=3 * lease_s,
+        connect=lambda hello: WorkerClient(
+            hello, router_id=router_id, reserve_timeout_s=reserve_timeout_s, release_timeout_s=0.5
+        ),
+        tasks=tasks,
+    )
+    queue = AdmissionQueue(
+        clock=clock, missing_phases=directory.missing_phases, worker_wait_s=worker_wait_s, max_waiting=max_waiting
+    )
+    metrics = RouterMetrics(model_name="tiny")
+    generator = PairGenerator(directory=directory, queue=queue, tasks=tasks, decisions=metrics)
+    link = LinkServer(directory=directory, router_id=router_id, model_name="tiny", model_print=None, lease_s=lease_s)
+    server = make_server()
+    add_RouterLinkServicer_to_server(link, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    pair = Pair(address=address, directory=directory, queue=queue, generator=generator, tasks=tasks, metrics=metrics)
+    try:
+        yield pair
+    finally:
+        async with asyncio.timeout(10):
+            await generator.close()
+            await server.stop(None)
+            directory.close()
+            await tasks.join()
+        pair.assert_no_leaks()
+
+
+def make_request(request_id: str = "r", *, num_prompt_tokens: int = 6, max_tokens: int = 5) -> GenerateRequest:
+    """11 tokens, so 3 pages of 4, unless told otherwise."""
+    return GenerateRequest(
+        key=make_key(request_id),
+        prompt_token_ids=tuple(range(1, num_prompt_tokens + 1)),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+    )
+
+
+async def collect(generation: Generation) -> list[int]:
+    """Every token id, within five seconds."""
+    async with asyncio.timeout(5):
+        return [event.token_id async for event in generation]

@@ -1,0 +1,171 @@
+"""Registration, refusals, renewals and the end of links, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router.worker_directory import WorkerState
+from serving_core.errors import RefusalCode, WorkerLost
+from serving_core.rpc.v1 import router_link_pb2
+from serving_core.worker_status import PhaseName
+from tests.unit.router.fake_worker import OTHER_LAYOUT, FakeWorker, make_key, make_status
+from tests.unit.router.pair import LEASE_S, Pair, collect, make_request, open_pair
+
+PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with open_pair() as pair:
+        yield pair
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[list[FakeWorker]]:
+    workers: list[FakeWorker] = []
+    yield workers
+    for worker in workers:
+        await worker.die()
+
+
+def state_of(pair: Pair, worker_id: str) -> WorkerState:
+    (entry,) = [entry for entry in pair.directory.entries() if entry.worker_id == worker_id]
+    return pair.directory.state_of(entry)
+
+
+async def reached(pair: Pair, worker_id: str, state: WorkerState) -> None:
+    async with asyncio.timeout(5):
+        await pair.directory.wait_until(lambda: state_of(pair, worker_id) is state)
+
+
+async def test_worker_is_taken_in_and_lost(pair: Pair, workers: list[FakeWorker]) -> None:
+    worker = await FakeWorker("decode-0", DECODE).join(pair.address)
+    workers.append(worker)
+    assert worker.was_welcome
+    assert state_of(pair, "decode-0") is WorkerState.READY
+    worker.say(make_status(is_draining=True))
+    await reached(pair, "decode-0", WorkerState.DRAINING)
+    await worker.hang_up()
+    await reached(pair, "decode-0", WorkerState.SUSPECT)
+    await worker.join(pair.address)
+    await reached(pair, "decode-0", WorkerState.READY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "values"),
+    [
+        ({"model_name": "other"}, RefusalCode.MODEL_MISMATCH, ("'other'", "'tiny'")),
+        ({"model_print": "print-b"}, RefusalCode.MODEL_MISMATCH, ("print-b", "print-a")),
+        ({"layout": OTHER_LAYOUT}, RefusalCode.LAYOUT_MISMATCH, (OTHER_LAYOUT.layout_print, "prefill-0")),
+    ],
+)
+async def test_worker_that_does_not_match_is_refused(
+    pair: Pair, workers: list[FakeWorker], fields: dict[str, object], code: RefusalCode, values: tuple[str, ...]
+) -> None:
+    workers.append(await FakeWorker("prefill-0", PREFILL).join(pair.address))
+    worker = await FakeWorker("decode-0", DECODE, **fields).join(pair.address)
+    workers.append(worker)
+    assert worker.refused is not None
+    assert worker.refused.code is code
+    assert all(value in str(worker.refused) for value in values)
+    await worker.link_ended()
+    assert [entry.worker_id for entry in pair.directory.entries()] == ["prefill-0"]
+
+
+async def test_layouts_of_one_phase_may_differ(pair: Pair, workers: list[FakeWorker]) -> None:
+    workers.append(await FakeWorker("decode-0", DECODE).join(pair.address))
+    workers.append(await FakeWorker("decode-1", DECODE, layout=OTHER_LAYOUT).join(pair.address))
+    assert workers[1].was_welcome
+
+
+async def test_phase_that_nobody_knows_is_refused(pair: Pair, workers: list[FakeWorker]) -> None:
+    class Odd:
+        value = "embedding"
+
+    worker = FakeWorker("odd-0")
+    worker.phases = {Odd()}  # type: ignore[arg-type]
+    workers.append(await worker.join(pair.address))
+    assert worker.refused is not None
+    assert worker.refused.code is RefusalCode.MALFORMED
+    assert "embedding" in str(worker.refused)
+
+
+async def test_new_incarnation_ends_the_old_link(pair: Pair, workers: list[FakeWorker]) -> None:
+    workers.append(await FakeWorker("prefill-0", PREFILL).join(pair.address))
+    old = await FakeWorker("decode-0", DECODE, incarnation="old").join(pair.address)
+    workers.append(old)
+    generation = await pair.generator.start(make_request())
+    prefill = workers[0]
+    prefill.token(make_request().key, 0)
+    old.token(make_request().key, 0)
+    old.token(make_request().key, 1)
+    events = aiter(generation)
+    assert [(await anext(events)).index for _ in range(2)] == [0, 1]
+    # 1. the new one registers; what the old one held is lost, and its link is ended
+    new = await FakeWorker("decode-0", DECODE, incarnation="new").join(pair.address)
+    workers.append(new)
+    with pytest.raises(WorkerLost):
+        await asyncio.wait_for(anext(events), 1)
+    await old.link_ended()
+    # 2. the old one wakes up and is refused; the new one stays
+    await old.join(pair.address)
+    assert old.refused is not None
+    assert "replaced" in str(old.refused)
+    assert state_of(pair, "decode-0") is WorkerState.READY
+
+
+async def test_message_that_makes_no_sense_ends_the_link(pair: Pair, workers: list[FakeWorker]) -> None:
+    worker = await FakeWorker("decode-0", DECODE).join(pair.address)
+    workers.append(worker)
+    worker.send(router_link_pb2.WorkerMessage())
+    await worker.link_ended()
+    await reached(pair, "decode-0", WorkerState.SUSPECT)
+
+
+async def test_renewals_name_exactly_what_is_wanted(pair: Pair, workers: list[FakeWorker]) -> None:
+    prefill = await FakeWorker("prefill-0", PREFILL).join(pair.address)
+    decode = await FakeWorker("decode-0", DECODE).join(pair.address)
+    workers += [prefill, decode]
+    a, b = make_request("a"), make_request("b")
+    # 1. nothing is wanted yet, and that is said as well
+    await decode.saw(lambda worker: worker.renewals == [frozenset()])
+    # 2. both sequences are wanted on both sides
+    first, second = await pair.generator.start(a), await pair.generator.start(b)
+    for worker in (prefill, decode):
+        await worker.saw(lambda worker: worker.renewals[-1] == {a.key, b.key})
+    # 3. the early copy changes nothing; after the hand-off prefill's lease may run down
+    prefill.token(a.key, 0)
+    await anext(aiter(first))
+    num_renewals = len(prefill.renewals)
+    await prefill.saw(lambda worker: len(worker.renewals) > num_renewals + 1)
+    assert prefill.renewals[-1] == {a.key, b.key}
+    decode.token(a.key, 0)
+    await prefill.saw(lambda worker: worker.renewals[-1] == {b.key})
+    assert decode.renewals[-1] == {a.key, b.key}
+    # 4. what ended is named nowhere
+    decode.token(a.key, 1, last=True)
+    assert await collect(first) == [101]
+    await decode.saw(lambda worker: worker.renewals[-1] == {b.key})
+    await second.aclose()
+    for worker in (prefill, decode):
+        await worker.saw(lambda worker: worker.renewals[-1] == frozenset())
+
+
+async def test_renewals_come_three_times_a_lease(pair: Pair, workers: list[FakeWorker]) -> None:
+    worker = await FakeWorker("decode-0", DECODE).join(pair.address)
+    workers.append(worker)
+    began = asyncio.get_running_loop().time()
+    await worker.saw(lambda worker: len(worker.renewals) == 4)
+    assert asyncio.get_running_loop().time() - began < 2 * LEASE_S
+
+
+async def test_events_of_unknown_sequences_create_nothing(pair: Pair, workers: list[FakeWorker]) -> None:
+    worker = await FakeWorker("decode-0", DECODE).join(pair.address)
+    workers.append(worker)
+    worker.token(make_key("unknown"), 0)
+    worker.say(make_status(is_draining=True))
+    await reached(pair, "decode-0", WorkerState.DRAINING)
+    pair.assert_no_leaks()
