@@ -1,0 +1,59 @@
+# One command each: make serve, test, lint, types, check, equality. Each sets up what it needs; a second run starts at once.
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help serve test equality lint types contracts generated check format setup clean
+
+help:
+	@echo "make serve [ARGS=\"...\"]   start a server (ARGS go to twinpool serve)"
+	@echo "make test                 every test that needs no GPU, slow ones excepted"
+	@echo "make equality             the full comparison: split = unsplit, ours = the reference"
+	@echo "make check                lint, types, import contracts, generated code"
+	@echo "make format               rewrite the code in its format"
+
+serve: $(BIN)/.runtime-stamp
+	@exec $(BIN)/twinpool serve $(ARGS)
+
+test: $(BIN)/.dev-stamp
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+equality: $(BIN)/.dev-stamp
+	$(BIN)/python -m pytest -m slow tests/integration --timeout 7200 $(PYTEST_ARGS)
+
+lint: $(BIN)/.dev-stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(BIN)/.dev-stamp
+	$(BIN)/mypy
+
+contracts: $(BIN)/.dev-stamp
+	$(BIN)/lint-imports
+
+generated: $(BIN)/.dev-stamp
+	scripts/generate_rpc --check
+
+check: lint types contracts generated
+
+format: $(BIN)/.dev-stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(BIN)/.dev-stamp
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Twinpool needs Python 3.11 or later, but $(PYTHON) is %d.%d: make PYTHON=..." % v[:2])'
+	$(PYTHON) -m venv .venv
+
+$(BIN)/.runtime-stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(BIN)/.dev-stamp: $(BIN)/.runtime-stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@

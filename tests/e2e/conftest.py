@@ -1,0 +1,30 @@
+"""One server for all tests that leave it as they found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.server_process import ServerProcess, serving
+
+LEASE_S = 3.0
+SERVER_FLAGS = ("--lease-seconds", f"{LEASE_S:g}", "--max-model-len", "2048", "--kv-cache-memory-bytes", "512MiB")
+
+
+@pytest.fixture(scope="session")
+def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving(tmp_path_factory.mktemp("server") / "log", *SERVER_FLAGS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(one_server: ServerProcess) -> Iterator[ServerProcess]:
+    """The shared server, ready and with all pages at rest before the test and after it."""
+    one_server.wait_ready()
+    yield one_server
+    one_server.wait_ready()
+    if not one_server.is_at_rest():
+        from tests.e2e.server_process import wait_until
+
+        wait_until(one_server.is_at_rest, 3 * LEASE_S, "all pages to be free again")

@@ -1,0 +1,119 @@
+"""A server that ends leaves no process and no file, whatever it was doing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.server_process import MODEL, ServerProcess, serving, until, wait_until
+from tests.e2e.streams import Stream, http_client, run_stream
+
+pytestmark = pytest.mark.e2e
+
+TEMP_DIRS = "twinpool-*"
+
+
+def temp_dirs() -> set[Path]:
+    return set(Path("/tmp").glob(TEMP_DIRS))
+
+
+async def test_sigterm_lets_requests_end_and_leaves_nothing(tmp_path: Path) -> None:
+    before = temp_dirs()
+    server = ServerProcess((), tmp_path / "log")
+    try:
+        server.wait_ready()
+        assert temp_dirs() - before
+        async with http_client(server.url) as client:
+            # 1. a stream is running when the signal comes
+            stream = Stream()
+            task = asyncio.create_task(run_stream(client, stream, "Once", max_tokens=100, ignore_eos=True))
+            async with asyncio.timeout(30):
+                await stream.began.wait()
+            server.remember_family()
+            server.process.send_signal(signal.SIGTERM)
+            # 2. a new request is refused while that one runs on
+            await until(lambda: _is_refused(server.url), 5, "new requests to be refused")
+            async with asyncio.timeout(30):
+                await task
+            assert stream.is_done
+            assert stream.finish_reason == "length"
+        # 3. nothing is left
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+        await until(lambda: not server.survivors(), 5, "every process to be gone")
+        assert temp_dirs() <= before
+    finally:
+        server.kill()
+
+
+def test_ctrl_c_while_it_starts(tmp_path: Path) -> None:
+    before = temp_dirs()
+    server = ServerProcess((), tmp_path / "log")
+    try:
+        wait_until(lambda: bool(temp_dirs() - before), 30, "Ray to start")
+        assert server.stop(signal.SIGINT) == 0
+        wait_until(lambda: not server.survivors(), 10, "every process to be gone")
+        assert temp_dirs() <= before
+    finally:
+        server.kill()
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", "--colocated") as server:
+        with httpx.stream(
+            "POST",
+            f"{server.url}/v1/completions",
+            json={"model": MODEL, "prompt": "Once", "stream": True, "max_tokens": 5000, "ignore_eos": True},
+        ) as stream:
+            assert stream.headers["x-twinpool-path"] == "local"
+            lines = stream.iter_lines()
+            next(lines)
+            server.remember_family()
+            server.process.send_signal(signal.SIGINT)
+            wait_until(lambda: _is_refused(server.url), 5, "new requests to be refused")
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(15) == 0
+        wait_until(lambda: not server.survivors(), 5, "every process to be gone")
+
+
+def test_killed_outright_takes_its_workers_along(tmp_path: Path) -> None:
+    before = temp_dirs()
+    with serving(tmp_path / "log", "--colocated") as server:
+        server.remember_family()
+        server.process.kill()
+        wait_until(lambda: not server.survivors(), 30, "every process to be gone")
+    for left in temp_dirs() - before:  # nobody was there to delete it
+        _delete(left)
+
+
+def test_a_taken_port_and_a_restart_at_once(tmp_path: Path) -> None:
+    first = ServerProcess((), tmp_path / "log")
+    try:
+        port = first.url.rsplit(":", 1)[1]
+        with pytest.raises(AssertionError, match=f"--port {port} is taken"):
+            ServerProcess(("--port", port), tmp_path / "second")
+        httpx.get(f"{first.url}/health")
+        first.stop()
+        again = ServerProcess(("--port", port), tmp_path / "third")
+        assert again.url == first.url
+        again.stop()
+        again.kill()
+    finally:
+        first.kill()
+
+
+def _is_refused(url: str) -> bool:
+    try:
+        answer = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "Hello", "max_tokens": 1}, timeout=30)
+    except httpx.HTTPError:
+        return True
+    return answer.status_code == 503
+
+
+def _delete(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)

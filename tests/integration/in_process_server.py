@@ -1,0 +1,106 @@
+"""A whole server in one process: a real router and real workers on loopback gRPC, without Ray and without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_engine.load_model import LoadedModel
+from router.chat_template import read_chat_template
+from router.router import Router
+from router.tokenizer import read_tokenizer
+from serving_core.engine_config import EngineConfig
+from serving_core.generate_request import GenerateRequest
+from serving_core.ids import WorkerId
+from serving_core.token_event import FinishReason, TokenLogprobs
+from serving_core.worker_status import PhaseName
+from twinpool.worker import Worker
+from twinpool.worker_spec import WorkerSpec
+
+PREFILL, DECODE = frozenset({PhaseName.PREFILL}), frozenset({PhaseName.DECODE})
+COLOCATED = PREFILL | DECODE
+LEASE_S = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Everything a client could learn of one sequence."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InProcessServer:
+    """The router and its workers by name, ``prefill-0``, ``decode-0`` or ``colocated-0``."""
+
+    router: Router
+    workers: dict[str, Worker]
+
+    async def generate(self, request: GenerateRequest) -> Answer:
+        """One sequence from start to end. Raises what its generation raises."""
+        generation = await self.router.generator.start(request)
+        try:
+            events = [event async for event in generation]
+        finally:
+            await generation.aclose()
+        assert [event.index for event in events] == list(range(len(events)))
+        return Answer(
+            token_ids=tuple(event.token_id for event in events),
+            logprobs=tuple(event.logprobs for event in events),
+            finish_reason=events[-1].finish_reason,
+        )
+
+    async def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Answer]:
+        """All of them at once, so that they share batches."""
+        return list(await asyncio.gather(*map(self.generate, requests)))
+
+    async def assert_no_leaks(self) -> None:
+        """Every worker's pages are free again, at once or within a second."""
+        async with asyncio.timeout(1):
+            for worker in self.workers.values():
+                pages = await worker.read_pages(False)
+                while pages.pages:
+                    await asyncio.sleep(0.01)
+                    pages = await worker.read_pages(False)
+                assert pages.is_sum_ok
+
+
+@asynccontextmanager
+async def in_process_server(
+    path: Path,
+    loaded: LoadedModel,
+    workers: Sequence[tuple[str, frozenset[PhaseName]]],
+    *,
+    engine: EngineConfig,
+) -> AsyncIterator[InProcessServer]:
+    """A server with these workers, ready. ``loaded`` is shared: weights are only read."""
+    crashes: list[BaseException] = []
+    router = Router(
+        model_name="model",
+        tokenizer=read_tokenizer(path),
+        chat_template=read_chat_template(path),
+        lease_s=engine.lease_s,
+    )
+    async with AsyncExitStack() as stack:
+        address = await router.start_link()
+        stack.push_async_callback(router.stop)
+        running = {}
+        for name, phases in workers:
+            spec = WorkerSpec(
+                worker_id=WorkerId(name),
+                phases=phases,
+                model_path=path,
+                model_name="model",
+                engine=engine,
+                router_addresses=(address,),
+            )
+            running[name] = await stack.enter_async_context(Worker.running(spec, loaded, on_crash=crashes.append))
+        async with asyncio.timeout(30):
+            await router.wait_ready()
+        yield InProcessServer(router=router, workers=running)
+    assert not crashes, crashes

@@ -1,0 +1,125 @@
+"""Split = unsplit: a prefill worker and a decode worker give the tokens of one worker with both phases, for real weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from llm_engine.load_model import LoadedModel, load_model
+from router.chat_template import ChatMessage, read_chat_template
+from router.tokenizer import read_tokenizer
+from serving_core.engine_config import EngineConfig
+from serving_core.generate_request import GenerateRequest
+from serving_core.ids import RequestId, SequenceKey
+from serving_core.kv_page_layout import KVDType
+from serving_core.sampling_params import SamplingParams
+from serving_core.worker_status import PhaseName
+from tests.integration.in_process_server import COLOCATED, DECODE, PREFILL, Answer, InProcessServer, in_process_server
+from twinpool.model_source import DEFAULT_MODEL, find_model
+
+PATH = find_model(DEFAULT_MODEL).path
+QUESTIONS = Path(__file__).parents[1] / "data" / "mt_bench_80.jsonl"
+EDGE_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 48, 49)
+MAX_LOGPROB_DIFFERENCE = 1e-4
+
+PAIR = (("prefill-0", PREFILL), ("decode-0", DECODE))
+ONE = (("colocated-0", COLOCATED),)
+
+
+@pytest.fixture(scope="module", params=[KVDType.FLOAT32, KVDType.BFLOAT16], ids=lambda dtype: dtype.value)
+def loaded(request: pytest.FixtureRequest) -> tuple[KVDType, LoadedModel]:
+    return request.param, load_model(PATH, dtype=request.param)
+
+
+def engine_config(dtype: KVDType) -> EngineConfig:
+    return EngineConfig(
+        dtype=dtype,
+        page_size=16,
+        max_model_len=2048,
+        max_num_seqs=64,
+        max_num_batched_tokens=64,  # several chunks a prompt, several prompts a chunk
+        kv_cache_memory_bytes=2**30,
+        num_threads=1,
+    )
+
+
+@asynccontextmanager
+async def server_of(
+    loaded: tuple[KVDType, LoadedModel], workers: Sequence[tuple[str, frozenset[PhaseName]]]
+) -> AsyncIterator[InProcessServer]:
+    dtype, model = loaded
+    async with in_process_server(PATH, model, workers, engine=engine_config(dtype)) as server:
+        yield server
+        await server.assert_no_leaks()
+
+
+def make_requests(prompts: Sequence[Sequence[int]], *, num_tokens: int) -> list[GenerateRequest]:
+    """Each prompt greedily, and each with a seed of its own under every truncation."""
+    requests = []
+    for number, prompt in enumerate(prompts):
+        greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0, num_logprobs=2)
+        seeded = SamplingParams(
+            max_tokens=num_tokens, temperature=0.9, top_p=0.95, top_k=50, seed=1000 + number, num_logprobs=0
+        )
+        for name, sampling in (("greedy", greedy), ("seeded", seeded)):
+            key = SequenceKey(RequestId(f"{number}-{name}"))
+            requests.append(GenerateRequest(key=key, prompt_token_ids=tuple(prompt), sampling=sampling))
+    return requests
+
+
+def prompts_of_lengths(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    text = "The lighthouse keeper wrote down every ship that passed, and in winter there were few. " * 4
+    token_ids = read_tokenizer(PATH).encode(text, add_special_tokens=True)
+    return [token_ids[:length] for length in lengths]
+
+
+def mt_bench_turns(num_turns: int) -> list[tuple[int, ...]]:
+    """The questions' first turns as chat prompts."""
+    tokenizer, template = read_tokenizer(PATH), read_chat_template(PATH)
+    questions = [json.loads(line) for line in QUESTIONS.read_text().splitlines()[:num_turns]]
+    texts = [template.render([ChatMessage(role="user", content=question["turns"][0])]) for question in questions]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+async def assert_split_equals_unsplit(loaded: tuple[KVDType, LoadedModel], requests: list[GenerateRequest]) -> None:
+    async with server_of(loaded, PAIR) as pair:
+        split = await pair.generate_all(requests)
+    async with server_of(loaded, ONE) as one:
+        unsplit = await one.generate_all(requests)
+    for request, ours, theirs in zip(requests, split, unsplit, strict=True):
+        _assert_equal(request, ours, theirs)
+
+
+def _assert_equal(request: GenerateRequest, split: Answer, unsplit: Answer) -> None:
+    what = f"{request.key} with {request.num_prompt_tokens} prompt tokens"
+    assert split.token_ids == unsplit.token_ids, what
+    assert split.finish_reason == unsplit.finish_reason, what
+    for ours, theirs in zip(split.logprobs, unsplit.logprobs, strict=True):
+        assert ours is not None, what
+        assert theirs is not None, what
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=MAX_LOGPROB_DIFFERENCE), what
+        assert [token_id for token_id, _ in ours.top] == [token_id for token_id, _ in theirs.top], what
+
+
+async def test_lengths_around_page_edges(loaded: tuple[KVDType, LoadedModel]) -> None:
+    await assert_split_equals_unsplit(loaded, make_requests(prompts_of_lengths(EDGE_LENGTHS), num_tokens=16))
+
+
+async def test_mt_bench_turns(loaded: tuple[KVDType, LoadedModel]) -> None:
+    await assert_split_equals_unsplit(loaded, make_requests(mt_bench_turns(8), num_tokens=16))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_every_length_to_49(loaded: tuple[KVDType, LoadedModel]) -> None:
+    await assert_split_equals_unsplit(loaded, make_requests(prompts_of_lengths(range(1, 50)), num_tokens=64))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_all_mt_bench_questions(loaded: tuple[KVDType, LoadedModel]) -> None:
+    await assert_split_equals_unsplit(loaded, make_requests(mt_bench_turns(80), num_tokens=64))

@@ -1,0 +1,149 @@
+"""What the command line accepts, and how it refuses the rest."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from twinpool.cli import main, make_parser
+from twinpool.serve_config import ServeConfig, make_serve_config
+
+
+def refusal_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one sentence that ``twinpool *argv`` ends with, with status 2."""
+    try:
+        status: object = main(argv)
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
+def config_of(*argv: str) -> ServeConfig:
+    flags, unknown = make_parser().parse_known_args(["serve", *argv])
+    assert not unknown
+    return make_serve_config(flags)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--prefil-workers", "--prefill-workers"),
+        ("--decode-worker=2", "--decode-workers"),
+        ("--max-model-length", "--max-model-len"),
+        ("--block_size", "--block-size"),
+        ("--colocate", "--colocated"),
+    ],
+)
+def test_unknown_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str], typed: str, meant: str) -> None:
+    assert f"the nearest is {meant}\n" in refusal_of(capsys, "serve", typed)
+
+
+def test_flags_of_later_versions_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--tensor-parallel-size", "--quantization", "--config", "--address"):
+        assert f"unknown flag {flag}" in refusal_of(capsys, "serve", flag, "1")
+
+
+def test_a_second_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'b'" in refusal_of(capsys, "serve", "a", "b")
+
+
+def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "COMMAND" in refusal_of(capsys)
+    assert "invalid choice" in refusal_of(capsys, "serv")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--port", "65536"),
+        ("--port", "-1"),
+        ("--port", "http"),
+        ("--prefill-workers", "0"),
+        ("--decode-workers", "-2"),
+        ("--decode-workers", "100000"),
+        ("--lease-seconds", "0"),
+        ("--lease-seconds", "nan"),
+        ("--lease-seconds", "inf"),
+        ("--worker-wait", "-1"),
+        ("--block-size", "0"),
+        ("--block-size", "1.5"),
+        ("--decode-block-size", "1000000000000"),
+        ("--max-model-len", "1"),
+        ("--max-num-seqs", "0"),
+        ("--prefill-max-num-batched-tokens", "0"),
+        ("--kv-cache-memory-bytes", "0"),
+        ("--kv-cache-memory-bytes", "12 parsecs"),
+        ("--threads", "0"),
+        ("--dtype", "int8"),
+        ("--served-model-name", ""),
+        ("--api-key", " "),
+    ],
+)
+def test_absurd_values_are_refused_by_name(capsys: pytest.CaptureFixture[str], argv: tuple[str, str]) -> None:
+    assert argv[0] in refusal_of(capsys, "serve", *argv)
+
+
+def test_colocated_goes_with_no_worker_count(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal_of(capsys, "serve", "--colocated", "--decode-workers", "1")
+    assert "--colocated" in error
+    assert "--decode-workers" in error
+
+
+def test_transfers_to_come_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not there yet" in refusal_of(capsys, "serve", "--transfer", "shared_memory")
+    assert "unknown" in refusal_of(capsys, "serve", "--transfer", "pigeon")
+
+
+def test_phases_must_agree_on_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--prefill-block-size" in refusal_of(capsys, "serve", "--prefill-block-size", "32")
+    error = refusal_of(capsys, "serve", "--dtype", "float32", "--decode-dtype", "bfloat16")
+    assert "--decode-dtype" in error
+
+
+def test_colocated_phases_share_all_but_their_step_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("--colocated", "--prefill-max-num-batched-tokens", "64", "--decode-max-num-seqs", "8")
+    assert (config.num_prefill_workers, config.num_decode_workers) == (0, 0)
+    assert "share one engine" in refusal_of(capsys, "serve", "--colocated", "--prefill-threads", "3")
+
+
+def test_an_override_beats_the_common_flag() -> None:
+    config = config_of("--max-num-seqs", "8", "--decode-max-num-seqs", "16", "--kv-cache-memory-bytes", "512MiB")
+    assert (config.prefill.max_num_seqs, config.decode.max_num_seqs) == (8, 16)
+    assert config.prefill.kv_cache_memory_bytes == config.decode.kv_cache_memory_bytes == 512 * 2**20
+
+
+def test_defaults_are_a_pair_with_the_default_model() -> None:
+    config = config_of()
+    assert (config.num_prefill_workers, config.num_decode_workers, config.is_colocated) == (1, 1, False)
+    assert config.served_model_name == "smollm2-135m-instruct"
+    assert config.model.path.suffix == ".gguf"
+    assert config_of("--served-model-name", "mine").served_model_name == "mine"
+
+
+def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "gpt-17" in refusal_of(capsys, "serve", "gpt-17")
+    assert "is no file" in refusal_of(capsys, "serve", "/nowhere/model.gguf")
+
+
+def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--port {port} is taken" in refusal_of(capsys, "serve", "--port", str(port))
+
+
+def test_a_window_the_model_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "8192" in refusal_of(capsys, "serve", "--port", "0", "--max-model-len", "8193")
+
+
+def test_a_cache_too_small_for_the_window_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--kv-cache-memory-bytes" in refusal_of(capsys, "serve", "--port", "0", "--kv-cache-memory-bytes", "1MiB")
+
+
+def test_status_needs_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", "http://127.0.0.1:9"]) == 1
+    assert "no server answers" in capsys.readouterr().err
+    assert main(["status", "--url", "ftp://127.0.0.1"]) == 2

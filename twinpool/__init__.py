@@ -1,0 +1,1 @@
+"""The application: command line, launch on Ray, workers, and the router's process."""

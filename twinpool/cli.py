@@ -1,0 +1,80 @@
+"""The command line: finds the command, reports what is wrong with the flags. Each command lives in a file of its own and is
+imported only when it runs, so that ``--help`` and ``status`` stay quick."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from serving_core.errors import ConfigError, TwinpoolError
+from twinpool.serve_flags import add_serve_flags
+from twinpool.status_flags import add_status_flags
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one sentence instead of the whole usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of every command and flag."""
+    parser = _Parser(prog="twinpool", description="LLM server with prefill and decode in separate pools.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"twinpool {version('twinpool')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    add_serve_flags(commands.add_parser("serve", help="start a server", allow_abbrev=False))
+    add_status_flags(commands.add_parser("status", help="show a running server's workers", allow_abbrev=False))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, 1 when it failed, 2 when it was asked for something impossible."""
+    parser = make_parser()
+    try:
+        flags, unknown = parser.parse_known_args(argv)
+        if unknown:
+            raise ConfigError(_describe_unknown(parser, flags.command, unknown[0]))
+        return _run(flags)
+    except ConfigError as error:
+        print(f"twinpool: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except TwinpoolError as error:
+        print(f"twinpool: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _run(flags: argparse.Namespace) -> int:
+    if flags.command == "serve":
+        from twinpool.serve_command import serve_command
+
+        return serve_command(flags)
+    from twinpool.status_command import status_command
+
+    return status_command(flags)
+
+
+def _describe_unknown(parser: argparse.ArgumentParser, command: str, argument: str) -> str:
+    name = argument.partition("=")[0]
+    if not name.startswith("-"):
+        return f"{command} takes no further argument, but got {argument!r}"
+    known = _flag_names(parser, command)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"unknown flag {name}; the nearest is {nearest[0]}"
+
+
+def _flag_names(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    subparser: argparse.ArgumentParser = commands.choices[command]
+    return [option for action in subparser._actions for option in action.option_strings if option.startswith("--")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

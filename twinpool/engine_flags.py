@@ -1,0 +1,104 @@
+"""The flags that shape one worker's engine. Each exists three times: for both phases, for prefill alone, for decode alone."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serving_core.errors import ConfigError
+from serving_core.kv_page_layout import KVDType
+from serving_core.worker_status import PhaseName
+from twinpool.byte_size import parse_byte_size
+from twinpool.cpu_features import has_bfloat16
+
+MAX_BLOCK_SIZE = 256
+MAX_THREADS = 1024
+MAX_COUNT = 2**20
+MAX_KV_CACHE_BYTES = 2**44
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """One phase's engine as asked for. None: to be derived, from the model (``max_model_len``) or the cores (``threads``)."""
+
+    dtype: KVDType
+    block_size: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_memory_bytes: int
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    smallest: int
+    largest: int
+    text: str
+
+    @property
+    def field(self) -> str:
+        return self.name.replace("-", "_")
+
+
+_FLAGS = (
+    _Flag("block-size", int, 16, 1, MAX_BLOCK_SIZE, "tokens in one KV page"),
+    _Flag("max-model-len", int, None, 2, MAX_COUNT, "longest prompt and answer together (default: the model's window)"),
+    _Flag("max-num-seqs", int, 64, 1, 4096, "sequences in one step"),
+    _Flag("max-num-batched-tokens", int, 512, 1, MAX_COUNT, "prompt tokens in one prefill step"),
+    _Flag("kv-cache-memory-bytes", parse_byte_size, 2**30, 1, MAX_KV_CACHE_BYTES, "KV cache size, like 512MiB or 1G"),
+    _Flag("threads", int, None, 1, MAX_THREADS, "threads of the engine's kernels (default: from the number of cores)"),
+)
+_DTYPES = ("auto", *(dtype.value for dtype in KVDType))
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare every engine flag with its two overrides."""
+    for prefix, scope in (("", "both phases"), ("prefill-", "prefill only"), ("decode-", "decode only")):
+        group = parser.add_argument_group(f"engine, {scope}")
+        group.add_argument(f"--{prefix}dtype", choices=_DTYPES, help="auto: bfloat16 where the processor has it, else float32")
+        for flag in _FLAGS:
+            group.add_argument(f"--{prefix}{flag.name}", type=_parser_of(flag), metavar="N", help=_help_of(flag))
+
+
+def engine_flags_of(flags: argparse.Namespace, phase: PhaseName) -> EngineFlags:
+    """What was asked for ``phase``: its own flag, else the common one, else the default.
+
+    Raises ``ConfigError`` for a value outside what can work.
+    """
+    values = {flag.field: _value_of(flags, phase, flag) for flag in _FLAGS}
+    dtype = getattr(flags, f"{phase.value}_dtype") or flags.dtype or "auto"
+    if dtype == "auto":
+        dtype = KVDType.BFLOAT16.value if has_bfloat16() else KVDType.FLOAT32.value
+    return EngineFlags(dtype=KVDType(dtype), **values)
+
+
+def _value_of(flags: argparse.Namespace, phase: PhaseName, flag: _Flag) -> Any:
+    name, value = f"--{phase.value}-{flag.name}", getattr(flags, f"{phase.value}_{flag.field}")
+    if value is None:
+        name, value = f"--{flag.name}", getattr(flags, flag.field)
+    if value is None:
+        return flag.default
+    if not flag.smallest <= value <= flag.largest:
+        raise ConfigError(f"{name} is {value}, but must be between {flag.smallest} and {flag.largest}")
+    return value
+
+
+def _parser_of(flag: _Flag) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return flag.parse(text)
+        except ValueError as error:
+            reason = str(error) if flag.parse is parse_byte_size else f"{text!r} is no whole number"
+            raise argparse.ArgumentTypeError(reason) from error
+
+    return parse
+
+
+def _help_of(flag: _Flag) -> str:
+    return flag.text if flag.default is None else f"{flag.text} (default: {flag.default})"

@@ -1,0 +1,109 @@
+"""What ``twinpool serve`` was asked to do, checked as far as possible without reading the model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from serving_core.errors import ConfigError
+from serving_core.worker_status import PhaseName
+from twinpool.engine_flags import EngineFlags, engine_flags_of
+from twinpool.model_source import ModelSource, find_model
+
+MAX_WORKERS = 64
+MAX_LEASE_S = 3600.0
+MIN_LEASE_S = 1.0
+MAX_WORKER_WAIT_S = 3600.0
+_TRANSFERS = ("auto", "grpc")
+_TRANSFERS_TO_COME = ("torch_distributed", "shared_memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """One server. With ``is_colocated`` there is one worker with both phases and both worker counts are 0."""
+
+    model: ModelSource
+    served_model_name: str
+    prefill: EngineFlags
+    decode: EngineFlags
+    is_colocated: bool
+    num_prefill_workers: int
+    num_decode_workers: int
+    host: str
+    port: int
+    api_key: str | None
+    admin_key: str | None
+    lease_s: float
+    worker_wait_s: float
+
+
+def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
+    """Read the parsed flags. Raises ``ConfigError`` with the flag, its value and what would be right."""
+    prefill, decode = engine_flags_of(flags, PhaseName.PREFILL), engine_flags_of(flags, PhaseName.DECODE)
+    num_prefill, num_decode = _worker_counts(flags)
+    _check_phases_agree(prefill, decode, is_colocated=flags.colocated)
+    _check_transfer(flags.transfer)
+    _check_range("--port", flags.port, 0, 65535)
+    _check_range("--lease-seconds", flags.lease_seconds, MIN_LEASE_S, MAX_LEASE_S)
+    _check_range("--worker-wait", flags.worker_wait, 0, MAX_WORKER_WAIT_S)
+    for name in ("served_model_name", "api_key", "admin_key", "host"):
+        if getattr(flags, name) is not None and not getattr(flags, name).strip():
+            raise ConfigError(f"--{name.replace('_', '-')} is empty: give it a value or leave it out")
+    model = find_model(flags.model)
+    return ServeConfig(
+        model=model,
+        served_model_name=flags.served_model_name or model.name,
+        prefill=prefill,
+        decode=decode,
+        is_colocated=flags.colocated,
+        num_prefill_workers=num_prefill,
+        num_decode_workers=num_decode,
+        host=flags.host,
+        port=flags.port,
+        api_key=flags.api_key,
+        admin_key=flags.admin_key,
+        lease_s=flags.lease_seconds,
+        worker_wait_s=flags.worker_wait,
+    )
+
+
+def _worker_counts(flags: argparse.Namespace) -> tuple[int, int]:
+    counts = {"--prefill-workers": flags.prefill_workers, "--decode-workers": flags.decode_workers}
+    given = [name for name, count in counts.items() if count is not None]
+    if flags.colocated:
+        if given:
+            raise ConfigError(
+                f"--colocated means one worker with both phases, so {given[0]} cannot go with it: drop one of them"
+            )
+        return 0, 0
+    for name in given:
+        _check_range(name, counts[name], 1, MAX_WORKERS)
+    return flags.prefill_workers or 1, flags.decode_workers or 1
+
+
+def _check_phases_agree(prefill: EngineFlags, decode: EngineFlags, *, is_colocated: bool) -> None:
+    """Pages go from one phase to the other byte for byte; one colocated worker has one engine for both."""
+    fields: tuple[str, ...] = ("dtype", "block_size")
+    if is_colocated:
+        # one step budget belongs to each phase, so these two may differ even there
+        per_phase = ("max_num_seqs", "max_num_batched_tokens")
+        fields = tuple(field.name for field in dataclasses.fields(EngineFlags) if field.name not in per_phase)
+    for field in fields:
+        if getattr(prefill, field) != getattr(decode, field):
+            name = field.replace("_", "-")
+            why = "with --colocated both phases share one engine" if is_colocated else "pages are handed over as they are"
+            raise ConfigError(f"--prefill-{name} and --decode-{name} differ, but {why}: give both the same value")
+
+
+def _check_transfer(transfer: str) -> None:
+    if transfer in _TRANSFERS_TO_COME:
+        raise ConfigError(f"--transfer {transfer} is not there yet: use {' or '.join(_TRANSFERS)}")
+    if transfer not in _TRANSFERS:
+        raise ConfigError(f"--transfer {transfer!r} is unknown: use {' or '.join(_TRANSFERS)}")
+
+
+def _check_range(name: str, value: float, smallest: float, largest: float) -> None:
+    if not (smallest <= value <= largest and math.isfinite(value)):
+        raise ConfigError(f"{name} is {value}, but must be between {smallest:g} and {largest:g}")

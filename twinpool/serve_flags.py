@@ -1,0 +1,36 @@
+"""The flags of ``twinpool serve``: how they are spelled and explained. What they mean together is ``serve_config``'s."""
+
+from __future__ import annotations
+
+import argparse
+
+from twinpool.engine_flags import add_engine_flags
+from twinpool.model_source import DEFAULT_MODEL
+
+DEFAULT_PORT = 8000
+DEFAULT_LEASE_S = 6.0
+DEFAULT_WORKER_WAIT_S = 30.0
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare them."""
+    parser.description = "Start a router, prefill workers and decode workers on this machine."
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="a known name or a .gguf file")
+    add_engine_flags(parser)
+
+    pools = parser.add_argument_group("pools")
+    pools.add_argument("--prefill-workers", type=int, metavar="N", help="prefill workers (default: 1)")
+    pools.add_argument("--decode-workers", type=int, metavar="N", help="decode workers (default: 1)")
+    pools.add_argument("--colocated", action="store_true", help="one worker with both phases instead of two pools")
+    pools.add_argument("--transfer", default="auto", metavar="WAY", help="how KV pages travel: auto or grpc")
+
+    service = parser.add_argument_group("service")
+    service.add_argument("--served-model-name", metavar="NAME", help="the name clients ask for (default: MODEL's)")
+    service.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    service.add_argument("--port", type=int, default=DEFAULT_PORT, help="port to listen on, 0 for any free one")
+    service.add_argument("--api-key", help="what clients must send as Authorization: Bearer …")
+    service.add_argument("--admin-key", help="what callers of /admin must send as Authorization: Bearer …")
+    service.add_argument("--lease-seconds", type=float, default=DEFAULT_LEASE_S, metavar="S", help="lease of a sequence")
+    service.add_argument(
+        "--worker-wait", type=float, default=DEFAULT_WORKER_WAIT_S, metavar="S", help="how long a request waits for a worker"
+    )

@@ -1,0 +1,122 @@
+"""The server's own process: the router in its main asyncio loop, Ray and the workers beside it. Owns the order in which they
+start, drain and stop, and nothing else.
+
+Life: 1. link and HTTP are served, while Ray starts; 2. the workers start, dial the link, and requests that waited are taken;
+3. serving; 4. a first signal: no new request, those under way may end, for ``DRAIN_TIMEOUT_S`` at most; a second: at once;
+5. HTTP, workers, Ray and their files are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+
+from llm_engine.model_config import ModelConfig
+from router.chat_template import read_chat_template
+from router.router import Router
+from router.tokenizer import read_tokenizer
+from serving_core.worker_status import Role
+from twinpool.core_plan import CorePlan
+from twinpool.http_server import HttpServer, url_of
+from twinpool.local_cluster import LocalCluster
+from twinpool.process_cores import confine_process_tree
+from twinpool.serve_config import ServeConfig
+from twinpool.start_display import BarDisplay, LineDisplay
+from twinpool.stop_signals import StopSignals
+from twinpool.worker_pools import WorkerPools
+from twinpool.worker_spec import WorkerSpec
+from twinpool.worker_specs import make_worker_specs
+
+DRAIN_TIMEOUT_S = 30.0
+HTTP_END_TIMEOUT_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """One server, from its start to its end."""
+
+    def __init__(self, config: ServeConfig, model: ModelConfig, core_plan: CorePlan, listener: socket.socket) -> None:
+        self._config = config
+        self._model = model
+        self._core_plan = core_plan
+        self._listener = listener
+        self._cluster = LocalCluster()
+        self._pools = WorkerPools(self._cluster, BarDisplay() if sys.stderr.isatty() else LineDisplay())
+
+    async def run(self) -> None:
+        """Serve until a signal. Raises ``TwinpoolError`` when a worker cannot start; nothing is left running either way."""
+        signals = StopSignals()
+        num_workers = len(self._specs(""))
+        starting_cluster = asyncio.create_task(self._cluster.start(num_workers=num_workers))
+        router = await self._make_router()
+        http = HttpServer(router.app, self._listener)
+        serving_http = asyncio.create_task(http.run())
+        working = asyncio.create_task(self._run_workers(router, starting_cluster, signals))
+        asked_to_finish = asyncio.create_task(signals.finish.wait())
+        try:
+            print(f"listening on {url_of(self._listener)}", flush=True)
+            await asyncio.wait({serving_http, working, asked_to_finish}, return_when=asyncio.FIRST_COMPLETED)
+            if signals.finish.is_set():
+                await _drain(router, signals)
+            elif working.done():
+                working.result()
+        finally:
+            asked_to_finish.cancel()
+            await self._stop(router, http, serving_http, working)
+
+    async def _make_router(self) -> Router:
+        path = self._config.model.path
+        return Router(
+            model_name=self._config.served_model_name,
+            tokenizer=await asyncio.to_thread(read_tokenizer, path),
+            chat_template=await asyncio.to_thread(read_chat_template, path),
+            max_model_len=self._model.max_model_len,
+            lease_s=self._config.lease_s,
+            worker_wait_s=self._config.worker_wait_s,
+            api_key=self._config.api_key,
+            admin_key=self._config.admin_key,
+        )
+
+    async def _run_workers(self, router: Router, starting_cluster: asyncio.Task[None], signals: StopSignals) -> None:
+        """Start the workers, then watch them until cancelled."""
+        began_at = time.monotonic()
+        specs = self._specs(await router.start_link())
+        for spec in specs:
+            router.expect(spec.worker_id, Role.of(spec.phases))
+        await starting_cluster
+        signals.install()  # Ray has its own by now, which print a stack trace
+        # what runs by now, and whatever it starts, leaves decode's cores alone; an engine thread moves to them by itself
+        confine_process_tree(self._core_plan.shared)
+        await self._pools.start(specs)
+        await self._pools.wait_ready()
+        await router.wait_ready()
+        _log.info("ready after %.1f s: %s", time.monotonic() - began_at, ", ".join(spec.worker_id for spec in specs))
+        await self._pools.watch()
+
+    async def _stop(
+        self, router: Router, http: HttpServer, serving_http: asyncio.Task[None], working: asyncio.Task[None]
+    ) -> None:
+        working.cancel()
+        http.finish()
+        await asyncio.wait({working, serving_http}, timeout=HTTP_END_TIMEOUT_S)
+        http.cut()
+        await router.stop()
+        await self._pools.stop()
+        await self._cluster.stop()
+        await asyncio.gather(working, serving_http, return_exceptions=True)
+
+    def _specs(self, router_address: str) -> tuple[WorkerSpec, ...]:
+        return make_worker_specs(self._config, self._model, self._core_plan, (router_address,))
+
+
+async def _drain(router: Router, signals: StopSignals) -> None:
+    router.begin_drain()
+    _log.info("finishing what is under way, for %.0f s at most; once more stops at once", DRAIN_TIMEOUT_S)
+    idle, stop_now = asyncio.create_task(router.wait_idle()), asyncio.create_task(signals.stop_now.wait())
+    await asyncio.wait({idle, stop_now}, timeout=DRAIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    idle.cancel()
+    stop_now.cancel()

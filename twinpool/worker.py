@@ -1,0 +1,213 @@
+"""One worker's composition: model, pages, phases, step loop, gRPC server, links to the routers. Holds no logic of its own, and
+knows neither Ray nor what process it runs in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from decode_worker.decode_phase import DecodePhase
+from decode_worker.decode_service import DecodeService
+from decode_worker.page_sink import DecodePageSink
+from kv_transfer.grpc_page_service import GrpcPageService
+from kv_transfer.grpc_page_transport import GrpcPageTransport
+from llm_engine.engine_calls import run_between_steps
+from llm_engine.engine_thread import configure_engine_thread
+from llm_engine.kv_cache import KVCache
+from llm_engine.load_model import LoadedModel
+from llm_engine.memory_budget import num_pages_for_budget
+from llm_engine.model_runner import ModelRunner
+from llm_engine.page_pool import PagePool
+from llm_engine.phase import Phase
+from llm_engine.step_loop import StepLoop
+from llm_engine.token_rules import TokenRules
+from prefill_worker.prefill_phase import PrefillPhase
+from prefill_worker.prefill_service import PrefillService
+from serving_core.clock import Clock, MonotonicClock
+from serving_core.engine_config import EngineConfig
+from serving_core.ids import Incarnation, ReservationId, SequenceKey
+from serving_core.page_state import PagesSnapshot
+from serving_core.rpc.channel import make_server
+from serving_core.rpc.v1 import worker_pb2_grpc
+from serving_core.worker_status import PhaseName, WorkerHello, WorkerStatus
+from twinpool.router_link import RouterLinks
+from twinpool.worker_metrics import WorkerCounts, make_families
+from twinpool.worker_service import WorkerService
+from twinpool.worker_spec import WorkerSpec
+
+SERVER_GRACE_S = 0.5
+ENGINE_STOP_TIMEOUT_S = 3.0
+
+
+class Worker:
+    """A running worker; see ``running``. Everything here happens on one asyncio loop, phases and pool only between steps."""
+
+    def __init__(
+        self, spec: WorkerSpec, loaded: LoadedModel, *, on_crash: Callable[[BaseException], None], clock: Clock
+    ) -> None:
+        engine = spec.engine
+        max_model_len = engine.max_model_len or loaded.config.max_model_len
+        layout = loaded.config.page_layout(page_size=engine.page_size, dtype=engine.dtype)
+        num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
+        cache = KVCache(layout, num_pages)
+        rules = TokenRules(eos_token_ids=loaded.eos_token_ids, max_model_len=max_model_len)
+        incarnation = Incarnation(uuid.uuid4().hex)
+
+        self._server = make_server()
+        port = self._server.add_insecure_port(f"{spec.host}:0")
+        self.address = f"{spec.host}:{port}"
+        self._pool = PagePool(num_pages, engine.page_size, clock)
+        self._links = RouterLinks(addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew)
+
+        self._decode: DecodePhase | None = None
+        self._prefill: PrefillPhase | None = None
+        if PhaseName.DECODE in spec.phases:
+            self._decode = DecodePhase(
+                worker_id=spec.worker_id,
+                incarnation=incarnation,
+                address=self.address,
+                layout=layout,
+                pool=self._pool,
+                cache=cache,
+                rules=rules,
+                sink=self._links,
+                clock=clock,
+                lease_s=engine.lease_s,
+                max_num_seqs=engine.max_num_seqs,
+                new_reservation_id=_new_reservation_id,
+            )
+        if PhaseName.PREFILL in spec.phases:
+            self._prefill = PrefillPhase(
+                worker_id=spec.worker_id,
+                layout=layout,
+                pool=self._pool,
+                rules=rules,
+                sink=self._links,
+                clock=clock,
+                lease_s=engine.lease_s,
+                max_num_batched_tokens=engine.max_num_batched_tokens,
+                local_decode=self._decode,
+            )
+        self._phases: list[Phase] = [phase for phase in (self._decode, self._prefill) if phase is not None]
+        self._loop = StepLoop(
+            runner=ModelRunner(loaded, cache),
+            phases=self._phases,
+            clock=clock,
+            on_crash=on_crash,
+            setup_thread=lambda: _configure(engine),
+        )
+        self._transport = GrpcPageTransport()
+        self._page_service: GrpcPageService | None = None
+        self._prefill_service: PrefillService | None = None
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.read_pages), self._server)
+        if self._decode is not None:
+            DecodeService(phase=self._decode, engine=self._loop).add_to_server(self._server)
+            self._page_service = GrpcPageService(DecodePageSink(phase=self._decode, engine=self._loop))
+            self._page_service.add_to_server(self._server)
+        if self._prefill is not None:
+            self._prefill_service = PrefillService(
+                phase=self._prefill, engine=self._loop, layout=layout, source=cache, transport=self._transport, clock=clock
+            )
+            self._prefill_service.add_to_server(self._server)
+        self.hello = WorkerHello(
+            worker_id=spec.worker_id,
+            incarnation=incarnation,
+            phases=spec.phases,
+            address=self.address,
+            node=socket.gethostname(),
+            pids=(os.getpid(),),
+            tensor_parallel_size=1,
+            model_name=spec.model_name,
+            model_print=loaded.model_print,
+            layout=layout,
+            num_pages=num_pages,
+            max_model_len=max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            max_prefill_tokens_per_step=engine.max_num_batched_tokens,
+        )
+
+    @classmethod
+    @asynccontextmanager
+    async def running(
+        cls,
+        spec: WorkerSpec,
+        loaded: LoadedModel,
+        *,
+        on_crash: Callable[[BaseException], None],
+    ) -> AsyncIterator[Worker]:
+        """A worker that serves until the context is left, then holds nothing any more.
+
+        ``on_crash`` is told, on the engine thread, what made the engine useless. Raises ``ConfigError``.
+        """
+        worker = cls(spec, loaded, on_crash=on_crash, clock=MonotonicClock())
+        async with AsyncExitStack() as stack:
+            stack.callback(worker._loop.stop, ENGINE_STOP_TIMEOUT_S)
+            worker._loop.start()
+            stack.push_async_callback(worker._transport.close)
+            if worker._prefill_service is not None:
+                stack.push_async_callback(worker._prefill_service.close)
+            stack.push_async_callback(worker._server.stop, SERVER_GRACE_S)
+            await worker._server.start()
+            linking = asyncio.create_task(worker._links.run(worker.hello))
+            linking.add_done_callback(lambda task: _crash_on_failure(task, on_crash))
+            stack.push_async_callback(_cancel, linking)
+            yield worker
+
+    async def read_status(self) -> WorkerStatus:
+        """The worker's load, taken between two steps."""
+        return await run_between_steps(self._loop, self._take_status)
+
+    async def read_pages(self, is_summary: bool) -> PagesSnapshot:
+        """The page pool, taken between two steps."""
+        return await run_between_steps(self._loop, lambda: self._pool.snapshot(is_summary=is_summary))
+
+    def _take_status(self) -> WorkerStatus:
+        statuses = [phase.status() for phase in self._phases]
+        num_running = sum(status.num_running for status in statuses)
+        num_waiting = sum(status.num_waiting for status in statuses)
+        if num_running == num_waiting == 0:
+            self._pool.check()  # it walks every page, which only an idle worker has time for
+        counts = WorkerCounts(
+            statuses=statuses,
+            counters=[phase.counters for phase in (self._decode, self._prefill) if phase is not None],
+            pages=self._pool.counts(),
+            handoffs=self._prefill_service.counters if self._prefill_service is not None else None,
+            refused_writes=self._page_service.num_refused_writes if self._page_service is not None else {},
+        )
+        return WorkerStatus(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_queued_prefill_tokens=sum(status.num_queued_tokens for status in statuses),
+            num_free_pages=self._pool.num_free,
+            is_draining=False,
+            metrics=make_families(counts),
+        )
+
+    def _renew(self, keys: frozenset[SequenceKey]) -> None:
+        def renew() -> None:
+            for phase in self._phases:
+                phase.renew(keys)
+
+        self._loop.call(renew)
+
+
+def _configure(engine: EngineConfig) -> None:
+    configure_engine_thread(engine.num_threads, engine.cpu_cores, engine.niceness)
+
+
+def _new_reservation_id() -> ReservationId:
+    return ReservationId(uuid.uuid4().hex)
+
+
+def _crash_on_failure(task: asyncio.Task[None], on_crash: Callable[[BaseException], None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        on_crash(error)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

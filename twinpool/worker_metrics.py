@@ -1,0 +1,81 @@
+"""A worker's counts under their Prometheus names. Measures nothing itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from llm_engine.phase import PhaseStatus
+from llm_engine.phase_counters import PhaseCounters
+from prefill_worker.handoff_counters import TRANSFER_BOUNDS_S, DurationHistogram, HandoffCounters
+from serving_core import metric_names as names
+from serving_core.errors import RefusalCode
+from serving_core.metric_names import WORKER_METRICS, WorkerMetric
+from serving_core.page_state import PageState
+from serving_core.worker_status import MetricFamily, MetricSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCounts:
+    """Everything a worker has counted, of all its phases, at one moment. ``refused_writes``: page writes by reason.
+    ``handoffs`` is None on a worker that does not prefill."""
+
+    statuses: Sequence[PhaseStatus]
+    counters: Sequence[PhaseCounters]
+    pages: Mapping[PageState, int]
+    refused_writes: Mapping[RefusalCode, int]
+    handoffs: HandoffCounters | None
+
+
+def make_families(counts: WorkerCounts) -> tuple[MetricFamily, ...]:
+    """Every family of ``WORKER_METRICS``, in its order."""
+    return tuple(
+        MetricFamily(
+            name=metric.name,
+            documentation=metric.documentation,
+            kind=metric.kind,
+            samples=tuple(_samples(metric, counts)),
+        )
+        for metric in WORKER_METRICS
+    )
+
+
+def _samples(metric: WorkerMetric, counts: WorkerCounts) -> Iterator[MetricSample]:
+    if metric.name == names.KV_TRANSFER_SECONDS:
+        yield from _handoff_seconds(counts)
+    elif metric.name == names.PAGES:
+        for state in PageState:
+            yield _sample(metric.name, counts.pages[state], state=state.value)
+    elif metric.name == names.KV_WRITES_REFUSED_TOTAL:
+        for code in names.WRITE_REFUSAL_CODES:
+            yield _sample(metric.name, counts.refused_writes.get(code, 0), code=code.name.lower())
+    else:
+        yield _sample(metric.name, _plain_value(metric.name, counts))
+
+
+def _handoff_seconds(counts: WorkerCounts) -> Iterator[MetricSample]:
+    name = names.KV_TRANSFER_SECONDS
+    seconds = counts.handoffs.transfer_s if counts.handoffs is not None else DurationHistogram(bounds_s=TRANSFER_BOUNDS_S)
+    for bound, num_observed in seconds.cumulative():
+        yield _sample(f"{name}_bucket", num_observed, le="+Inf" if math.isinf(bound) else f"{bound:g}")
+    yield _sample(f"{name}_sum", seconds.total_s)
+    yield _sample(f"{name}_count", seconds.num_observed)
+
+
+def _plain_value(name: str, counts: WorkerCounts) -> float:
+    return {
+        names.NUM_REQUESTS_RUNNING: sum(status.num_running for status in counts.statuses),
+        names.NUM_REQUESTS_WAITING: sum(status.num_waiting for status in counts.statuses),
+        names.KV_CACHE_USAGE_PERC: 1 - counts.pages[PageState.FREE] / sum(counts.pages.values()),
+        names.NUM_PREEMPTIONS_TOTAL: 0,  # admission is by worst case, so nothing that runs is ever preempted
+        names.PROMPT_TOKENS_TOTAL: sum(counters.num_prompt_tokens for counters in counts.counters),
+        names.GENERATION_TOKENS_TOTAL: sum(counters.num_generation_tokens for counters in counts.counters),
+        names.KV_TRANSFER_BYTES_TOTAL: sum(counters.num_kv_bytes for counters in counts.counters)
+        + (counts.handoffs.num_bytes_sent if counts.handoffs is not None else 0),
+        names.LEASE_EXPIRED_TOTAL: sum(counters.num_leases_expired for counters in counts.counters),
+    }[name]
+
+
+def _sample(name: str, value: float, **labels: str) -> MetricSample:
+    return MetricSample(name=name, labels=tuple(labels.items()), value=float(value))

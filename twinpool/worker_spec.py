@@ -1,0 +1,24 @@
+"""What one worker is told when it starts. Plain values: it is also what a restart by Ray starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving_core.engine_config import EngineConfig
+from serving_core.ids import WorkerId
+from serving_core.worker_status import PhaseName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One place in a pool. ``router_addresses`` are HOST:PORT of every router's link server; ``host`` is the address the worker
+    itself listens on, at a port of the system's choice."""
+
+    worker_id: WorkerId
+    phases: frozenset[PhaseName]
+    model_path: Path
+    model_name: str
+    engine: EngineConfig
+    router_addresses: tuple[str, ...]
+    host: str = "127.0.0.1"

@@ -1,0 +1,83 @@
+"""From what was asked for to one spec a worker: resolves everything that depends on the model and on the cores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from llm_engine.memory_budget import num_pages_for_budget
+from llm_engine.model_config import ModelConfig
+from serving_core.engine_config import EngineConfig
+from serving_core.errors import ConfigError
+from serving_core.ids import WorkerId
+from serving_core.worker_status import PhaseName
+from twinpool.core_plan import PREFILL_NICENESS, CorePlan, plan_cores
+from twinpool.engine_flags import EngineFlags
+from twinpool.serve_config import ServeConfig
+from twinpool.worker_spec import WorkerSpec
+
+
+def plan_server_cores(config: ServeConfig, cores: Sequence[int]) -> CorePlan:
+    """Divide ``cores`` between the server's workers and everything else."""
+    return plan_cores(
+        cores,
+        num_prefill_workers=config.num_prefill_workers,
+        num_decode_workers=1 if config.is_colocated else config.num_decode_workers,
+        prefill_threads=config.prefill.threads,
+        decode_threads=config.decode.threads,
+    )
+
+
+def make_worker_specs(
+    config: ServeConfig, model: ModelConfig, core_plan: CorePlan, router_addresses: Sequence[str]
+) -> tuple[WorkerSpec, ...]:
+    """One spec a worker. Raises ``ConfigError`` for a window that the model does not have, or a KV cache too small for it."""
+    decode = [_decode_engine(config, model, core_plan, cores) for cores in core_plan.decode]
+    if config.is_colocated:
+        # each phase keeps its own step budget: see EngineConfig
+        engine = dataclasses.replace(decode[0], max_num_batched_tokens=config.prefill.max_num_batched_tokens)
+        engines = [("colocated-0", frozenset(PhaseName), engine)]
+    else:
+        prefill = _prefill_engine(config, model, core_plan)
+        engines = [(f"prefill-{i}", frozenset({PhaseName.PREFILL}), prefill) for i in range(config.num_prefill_workers)]
+        engines += [(f"decode-{i}", frozenset({PhaseName.DECODE}), engine) for i, engine in enumerate(decode)]
+    return tuple(
+        WorkerSpec(
+            worker_id=WorkerId(worker_id),
+            phases=phases,
+            model_path=config.model.path,
+            model_name=config.served_model_name,
+            engine=engine,
+            router_addresses=tuple(router_addresses),
+        )
+        for worker_id, phases, engine in engines
+    )
+
+
+def _decode_engine(config: ServeConfig, model: ModelConfig, core_plan: CorePlan, cores: tuple[int, ...]) -> EngineConfig:
+    engine = _engine(config, config.decode, model, num_threads=core_plan.decode_threads)
+    return dataclasses.replace(engine, cpu_cores=cores)
+
+
+def _prefill_engine(config: ServeConfig, model: ModelConfig, core_plan: CorePlan) -> EngineConfig:
+    engine = _engine(config, config.prefill, model, num_threads=core_plan.prefill_threads)
+    is_pinned = any(core_plan.decode)
+    return dataclasses.replace(engine, cpu_cores=core_plan.shared if is_pinned else (), niceness=PREFILL_NICENESS)
+
+
+def _engine(config: ServeConfig, flags: EngineFlags, model: ModelConfig, *, num_threads: int) -> EngineConfig:
+    max_model_len = flags.max_model_len or model.max_model_len
+    if max_model_len > model.max_model_len:
+        raise ConfigError(f"--max-model-len is {max_model_len}, but {config.model.name} was made for {model.max_model_len}")
+    layout = model.page_layout(page_size=flags.block_size, dtype=flags.dtype)
+    num_pages_for_budget(layout, flags.kv_cache_memory_bytes, max_model_len)  # raises when it does not fit
+    return EngineConfig(
+        dtype=flags.dtype,
+        page_size=flags.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=flags.max_num_seqs,
+        max_num_batched_tokens=flags.max_num_batched_tokens,
+        kv_cache_memory_bytes=flags.kv_cache_memory_bytes,
+        num_threads=num_threads,
+        lease_s=config.lease_s,
+    )
