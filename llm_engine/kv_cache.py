@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from serving_core.ids import PageId
@@ -25,11 +26,13 @@ class KVCache:
     def __init__(self, layout: KVPageLayout, num_pages: int) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        self.tensor = torch.zeros(
-            (num_pages, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim),
-            dtype=TORCH_DTYPES[layout.dtype],
+        memory = np.zeros(num_pages * layout.page_bytes, dtype=np.uint8)  # torch.zeros would write to all of it
+        self.tensor = (
+            torch.from_numpy(memory)
+            .view(TORCH_DTYPES[layout.dtype])
+            .view(num_pages, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim)
         )
-        self._bytes = self.tensor.view(-1).view(torch.uint8).numpy().data  # [num_pages * page_bytes]
+        self._bytes = memory.data  # [num_pages * page_bytes]
 
     def page_memory(self, page_id: PageId) -> memoryview:
         """The page's bytes, read-only, without a copy. They change when the page does."""

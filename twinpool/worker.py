@@ -28,7 +28,6 @@ from llm_engine.token_rules import TokenRules
 from prefill_worker.prefill_phase import PrefillPhase
 from prefill_worker.prefill_service import PrefillService
 from serving_core.clock import Clock, MonotonicClock
-from serving_core.engine_config import EngineConfig
 from serving_core.ids import Incarnation, ReservationId, SequenceKey
 from serving_core.page_state import PagesSnapshot
 from serving_core.rpc.channel import make_server
@@ -50,74 +49,15 @@ class Worker:
         self, spec: WorkerSpec, loaded: LoadedModel, *, on_crash: Callable[[BaseException], None], clock: Clock
     ) -> None:
         engine = spec.engine
-        max_model_len = engine.max_model_len or loaded.config.max_model_len
         layout = loaded.config.page_layout(page_size=engine.page_size, dtype=engine.dtype)
+        max_model_len = engine.max_model_len or loaded.config.max_model_len
         num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
-        cache = KVCache(layout, num_pages)
-        rules = TokenRules(eos_token_ids=loaded.eos_token_ids, max_model_len=max_model_len)
-        incarnation = Incarnation(uuid.uuid4().hex)
-
         self._server = make_server()
-        port = self._server.add_insecure_port(f"{spec.host}:0")
-        self.address = f"{spec.host}:{port}"
-        self._pool = PagePool(num_pages, engine.page_size, clock)
-        self._links = RouterLinks(addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew)
-
-        self._decode: DecodePhase | None = None
-        self._prefill: PrefillPhase | None = None
-        if PhaseName.DECODE in spec.phases:
-            self._decode = DecodePhase(
-                worker_id=spec.worker_id,
-                incarnation=incarnation,
-                address=self.address,
-                layout=layout,
-                pool=self._pool,
-                cache=cache,
-                rules=rules,
-                sink=self._links,
-                clock=clock,
-                lease_s=engine.lease_s,
-                max_num_seqs=engine.max_num_seqs,
-                new_reservation_id=_new_reservation_id,
-            )
-        if PhaseName.PREFILL in spec.phases:
-            self._prefill = PrefillPhase(
-                worker_id=spec.worker_id,
-                layout=layout,
-                pool=self._pool,
-                rules=rules,
-                sink=self._links,
-                clock=clock,
-                lease_s=engine.lease_s,
-                max_num_batched_tokens=engine.max_num_batched_tokens,
-                local_decode=self._decode,
-            )
-        self._phases: list[Phase] = [phase for phase in (self._decode, self._prefill) if phase is not None]
-        self._loop = StepLoop(
-            runner=ModelRunner(loaded, cache),
-            phases=self._phases,
-            clock=clock,
-            on_crash=on_crash,
-            setup_thread=lambda: _configure(engine),
-        )
-        self._transport = GrpcPageTransport()
-        self._page_service: GrpcPageService | None = None
-        self._prefill_service: PrefillService | None = None
-        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.read_pages), self._server)
-        if self._decode is not None:
-            DecodeService(phase=self._decode, engine=self._loop).add_to_server(self._server)
-            self._page_service = GrpcPageService(DecodePageSink(phase=self._decode, engine=self._loop))
-            self._page_service.add_to_server(self._server)
-        if self._prefill is not None:
-            self._prefill_service = PrefillService(
-                phase=self._prefill, engine=self._loop, layout=layout, source=cache, transport=self._transport, clock=clock
-            )
-            self._prefill_service.add_to_server(self._server)
         self.hello = WorkerHello(
             worker_id=spec.worker_id,
-            incarnation=incarnation,
+            incarnation=Incarnation(uuid.uuid4().hex),
             phases=spec.phases,
-            address=self.address,
+            address=f"{spec.host}:{self._server.add_insecure_port(f'{spec.host}:0')}",
             node=socket.gethostname(),
             pids=(os.getpid(),),
             tensor_parallel_size=1,
@@ -129,6 +69,27 @@ class Worker:
             max_num_seqs=engine.max_num_seqs,
             max_prefill_tokens_per_step=engine.max_num_batched_tokens,
         )
+        self._clock = clock
+        self._lease_s = engine.lease_s
+        self._rules = TokenRules(eos_token_ids=loaded.eos_token_ids, max_model_len=max_model_len)
+        self._cache = KVCache(layout, num_pages)
+        self._pool = PagePool(num_pages, engine.page_size, clock)
+        self._links = RouterLinks(addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew)
+        self._transport = GrpcPageTransport()
+
+        self._decode = self._make_decode_phase() if PhaseName.DECODE in spec.phases else None
+        self._prefill = self._make_prefill_phase() if PhaseName.PREFILL in spec.phases else None
+        self._phases: list[Phase] = [phase for phase in (self._decode, self._prefill) if phase is not None]
+        self._loop = StepLoop(
+            runner=ModelRunner(loaded, self._cache),
+            phases=self._phases,
+            clock=clock,
+            on_crash=on_crash,
+            setup_thread=lambda: configure_engine_thread(engine.num_threads, engine.cpu_cores, engine.niceness),
+        )
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.read_pages), self._server)
+        self._page_service = self._serve_decode(self._decode) if self._decode is not None else None
+        self._prefill_service = self._serve_prefill(self._prefill) if self._prefill is not None else None
 
     @classmethod
     @asynccontextmanager
@@ -145,7 +106,7 @@ class Worker:
         """
         worker = cls(spec, loaded, on_crash=on_crash, clock=MonotonicClock())
         async with AsyncExitStack() as stack:
-            stack.callback(worker._loop.stop, ENGINE_STOP_TIMEOUT_S)
+            stack.push_async_callback(asyncio.to_thread, worker._loop.stop, ENGINE_STOP_TIMEOUT_S)
             worker._loop.start()
             stack.push_async_callback(worker._transport.close)
             if worker._prefill_service is not None:
@@ -164,6 +125,53 @@ class Worker:
     async def read_pages(self, is_summary: bool) -> PagesSnapshot:
         """The page pool, taken between two steps."""
         return await run_between_steps(self._loop, lambda: self._pool.snapshot(is_summary=is_summary))
+
+    def _make_decode_phase(self) -> DecodePhase:
+        return DecodePhase(
+            worker_id=self.hello.worker_id,
+            incarnation=self.hello.incarnation,
+            address=self.hello.address,
+            layout=self.hello.layout,
+            pool=self._pool,
+            cache=self._cache,
+            rules=self._rules,
+            sink=self._links,
+            clock=self._clock,
+            lease_s=self._lease_s,
+            max_num_seqs=self.hello.max_num_seqs,
+            new_reservation_id=lambda: ReservationId(uuid.uuid4().hex),
+        )
+
+    def _make_prefill_phase(self) -> PrefillPhase:
+        return PrefillPhase(
+            worker_id=self.hello.worker_id,
+            layout=self.hello.layout,
+            pool=self._pool,
+            rules=self._rules,
+            sink=self._links,
+            clock=self._clock,
+            lease_s=self._lease_s,
+            max_num_batched_tokens=self.hello.max_prefill_tokens_per_step,
+            local_decode=self._decode,
+        )
+
+    def _serve_decode(self, phase: DecodePhase) -> GrpcPageService:
+        DecodeService(phase=phase, engine=self._loop).add_to_server(self._server)
+        page_service = GrpcPageService(DecodePageSink(phase=phase, engine=self._loop))
+        page_service.add_to_server(self._server)
+        return page_service
+
+    def _serve_prefill(self, phase: PrefillPhase) -> PrefillService:
+        service = PrefillService(
+            phase=phase,
+            engine=self._loop,
+            layout=self.hello.layout,
+            source=self._cache,
+            transport=self._transport,
+            clock=self._clock,
+        )
+        service.add_to_server(self._server)
+        return service
 
     def _take_status(self) -> WorkerStatus:
         statuses = [phase.status() for phase in self._phases]
@@ -193,14 +201,6 @@ class Worker:
                 phase.renew(keys)
 
         self._loop.call(renew)
-
-
-def _configure(engine: EngineConfig) -> None:
-    configure_engine_thread(engine.num_threads, engine.cpu_cores, engine.niceness)
-
-
-def _new_reservation_id() -> ReservationId:
-    return ReservationId(uuid.uuid4().hex)
 
 
 def _crash_on_failure(task: asyncio.Task[None], on_crash: Callable[[BaseException], None]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from serving_core.errors import TwinpoolError
@@ -48,21 +48,15 @@ class WorkerPools:
 
     async def wait_ready(self) -> None:
         """Until every worker serves. Raises ``TwinpoolError`` when one cannot start."""
-        async with asyncio.TaskGroup() as tasks:
-            for worker_id, actor in self._actors.items():
-                tasks.create_task(self._wait_ready(worker_id, actor, self._started_at))
+        await _all(self._wait_ready(worker_id, actor, self._started_at) for worker_id, actor in self._actors.items())
 
     async def watch(self) -> None:
         """Report deaths and returns until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for worker_id, actor in self._actors.items():
-                tasks.create_task(self._watch(worker_id, actor))
+        await _all(self._watch(worker_id, actor) for worker_id, actor in self._actors.items())
 
     async def stop(self) -> None:
         """Stop every worker and end its process, answering or not. Idempotent."""
-        actors, self._actors = list(self._actors.values()), {}
-        if actors:
-            await self._cluster.call(lambda: _stop_actors(actors))
+        await self._cluster.call(self._stop_actors)
 
     def _create_actors(self, specs: Sequence[WorkerSpec]) -> None:
         import ray
@@ -70,6 +64,17 @@ class WorkerPools:
         actor_class = ray.remote(WorkerActor).options(num_cpus=0, max_restarts=-1, max_concurrency=MAX_CONCURRENCY)
         for spec in specs:
             self._actors[spec.worker_id] = actor_class.remote(spec)
+
+    def _stop_actors(self) -> None:
+        actors, self._actors = list(self._actors.values()), {}
+        if not actors:
+            return
+        import ray
+
+        stopping = [actor.stop.remote() for actor in actors]
+        ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
+        for actor in actors:
+            ray.kill(actor)
 
     async def _wait_ready(self, worker_id: WorkerId, actor: Any, since: float) -> None:
         import ray
@@ -82,6 +87,10 @@ class WorkerPools:
                 _log.warning("%s died while it started; it is started again", worker_id)
                 await asyncio.sleep(RESTART_BACK_OFF_S)
                 continue
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, TwinpoolError):
+                    raise error.cause from None
+                raise
             self._display.show_ready(worker_id, time.monotonic() - since)
             return
 
@@ -92,20 +101,20 @@ class WorkerPools:
             try:
                 await actor.watch_life.remote()
             except ray.exceptions.RayActorError:
-                died_at = time.monotonic()
                 _log.warning("%s died; it is started again", worker_id)
             try:
-                await self._wait_ready(worker_id, actor, died_at)
+                await self._wait_ready(worker_id, actor, time.monotonic())
             except TwinpoolError as error:
                 _log.error("%s cannot start again: %s", worker_id, error)
                 await asyncio.sleep(RESTART_BACK_OFF_S)
                 await self._cluster.call(lambda: ray.kill(actor, no_restart=False))
 
 
-def _stop_actors(actors: Sequence[Any]) -> None:
-    import ray
-
-    stopping = [actor.stop.remote() for actor in actors]
-    ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
-    for actor in actors:
-        ray.kill(actor)
+async def _all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run the parts beside one another until all have ended or one fails, whose exception is raised as it is."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -85,8 +85,9 @@ class WorkerThread:
             crash(error)
 
     def _load(self) -> LoadedModel:
-        import torch  # heavy, and must not delay whoever constructs us
+        import torch  # these are heavy, and must not delay whoever constructs us
 
+        import twinpool.worker  # noqa: F401
         from llm_engine.load_model import load_model
 
         engine = self._spec.engine

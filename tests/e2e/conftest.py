@@ -6,10 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.server_process import ServerProcess, serving
+from tests.e2e.server_process import ServerProcess, serving, wait_until
 
 LEASE_S = 3.0
-SERVER_FLAGS = ("--lease-seconds", f"{LEASE_S:g}", "--max-model-len", "2048", "--kv-cache-memory-bytes", "512MiB")
+WINDOW = 1024
+SERVER_FLAGS = (
+    *("--lease-seconds", f"{LEASE_S:g}"),
+    *("--max-model-len", f"{WINDOW}"),
+    *("--max-num-batched-tokens", "256"),  # a long prompt takes several chunks
+    *("--kv-cache-memory-bytes", "512MiB"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +30,4 @@ def server(one_server: ServerProcess) -> Iterator[ServerProcess]:
     one_server.wait_ready()
     yield one_server
     one_server.wait_ready()
-    if not one_server.is_at_rest():
-        from tests.e2e.server_process import wait_until
-
-        wait_until(one_server.is_at_rest, 3 * LEASE_S, "all pages to be free again")
+    wait_until(one_server.is_at_rest, 3 * LEASE_S, "all pages to be free again")

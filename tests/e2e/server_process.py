@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,16 +31,19 @@ REST = frozenset({PageState.FREE, PageState.CACHED})
 
 
 class ServerProcess:
-    """One server. ``family`` holds every process that it had when ``remember_family`` was last called."""
+    """One server. ``family`` holds every process that it had when ``remember_family`` was last called; ``temp_root`` is where
+    it may put temporary files, and nobody else does."""
 
     def __init__(self, args: Sequence[str], log: Path) -> None:
         self.log = log
+        self.temp_root = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # pytest's own folder has too long a name for Ray
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [str(TWINPOOL), "serve", "--port", "0", *args],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                env=os.environ | {"TMPDIR": str(self.temp_root)},
                 start_new_session=True,  # so that Ctrl-C in the tests' terminal does not reach it
             )
         self.url = self._read_url()
@@ -93,6 +98,11 @@ class ServerProcess:
         self.process.wait(STOP_TIMEOUT_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
+        shutil.rmtree(self.temp_root, ignore_errors=True)
+
+    def temp_files(self) -> list[Path]:
+        """What lies in ``temp_root`` now."""
+        return list(self.temp_root.iterdir())
 
     def survivors(self) -> list[psutil.Process]:
         """The processes of ``family`` that still run."""
@@ -102,6 +112,8 @@ class ServerProcess:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.startswith("listening on "):
+            self.process.stdout.close()
+            shutil.rmtree(self.temp_root, ignore_errors=True)
             raise AssertionError(f"the server ended with {self.process.wait()}: {self.log.read_text()}")
         return line.removeprefix("listening on ").strip()
 

@@ -16,13 +16,17 @@ from tests.e2e.server_process import MODEL
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """One streaming completion. It has ended when ``finish_reason`` or ``error`` is set, ``is_done`` once [DONE] came."""
+    """One streaming completion. It has ended when ``finish_reason`` or ``error`` is set, ``is_done`` once [DONE] came.
+
+    ``began`` is set with the second piece of text: the first may come from prefill, before decode has taken over.
+    """
 
     text: str = ""
     finish_reason: str | None = None
     error: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
     is_done: bool = False
+    num_pieces: int = 0
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -63,5 +67,6 @@ def _take(stream: Stream, data: str) -> None:
     for choice in chunk["choices"]:
         stream.text += choice["text"]
         stream.finish_reason = choice["finish_reason"] or stream.finish_reason
-        if choice["text"]:
+        stream.num_pieces += bool(choice["text"])
+        if stream.num_pieces == 2:
             stream.began.set()

@@ -7,12 +7,14 @@ from typing import Any
 import httpx
 import pytest
 
+from router.chat_template import ChatMessage, read_chat_template
+from tests.e2e.conftest import WINDOW
 from tests.e2e.server_process import MODEL, ServerProcess
 from tests.e2e.streams import completion_body
+from twinpool.model_source import find_model
 
 pytestmark = pytest.mark.e2e
 
-WINDOW = 2048
 PAGE = 16
 
 
@@ -68,8 +70,8 @@ def assert_refused(answer: httpx.Response, param: str) -> str:
     ],
 )
 def test_a_wrong_parameter_is_named(server: ServerProcess, options: dict[str, Any], param: str) -> None:
-    options = {"prompt": "Hello", "max_tokens": 4} | options
-    assert_refused(complete(server, options.pop("prompt"), **options), param)
+    options = {"max_tokens": 4} | options
+    assert_refused(complete(server, options.pop("prompt", "Hello"), **options), param)
     assert_still_works(server)
 
 
@@ -103,18 +105,20 @@ def test_one_token(server: ServerProcess) -> None:
 
 
 def test_the_first_token_ends_it(server: ServerProcess) -> None:
-    # 1. whatever greedily comes first is made an end token
-    messages = [{"role": "user", "content": "Say yes."}]
-    chat = {"model": MODEL, "messages": messages, "temperature": 0}
-    prompt = "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>"
-    # 2. after a turn that is over the model wants to end
-    answer = complete(server, prompt, max_tokens=8, stop_token_ids=list(range(128)))
-    assert answer.json()["choices"][0]["finish_reason"] == "stop"
-    assert answer.json()["choices"][0]["text"] == ""
-    assert answer.json()["usage"]["completion_tokens"] == 1
+    # 1. an answer that the model ends by itself
+    question = {"role": "user", "content": "What is the capital of France?"}
+    chat = {"model": MODEL, "messages": [question], "temperature": 0, "max_tokens": 64}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    # 2. given that answer already, the first token is the end
+    template = read_chat_template(find_model(MODEL).path)
+    prompt = template.render([ChatMessage(role=question["role"], content=question["content"])])
+    ended = complete(server, prompt + answer["choices"][0]["message"]["content"], max_tokens=64).json()
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["choices"][0]["text"] == ""
+    assert ended["usage"]["completion_tokens"] == 1
     # 3. the next one is served as ever
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat | {"max_tokens": 4}, timeout=60)
-    assert answer.json()["usage"]["completion_tokens"] >= 1
+    assert_still_works(server)
 
 
 @pytest.mark.parametrize("num_tokens", [1, PAGE - 1, PAGE, PAGE + 1, 4 * PAGE])
@@ -139,8 +143,8 @@ def test_around_the_context_limit(server: ServerProcess) -> None:
     answer = complete(server, prompt, ignore_eos=True).json()
     assert answer["usage"]["completion_tokens"] == PAGE
     # a prompt that leaves no room
-    assert_refused(complete(server, "x" + " x" * (WINDOW - 1), max_tokens=1), "max_tokens")
-    assert complete(server, "x" + " x" * (4 * WINDOW)).status_code == 400
+    assert_refused(complete(server, "x" + " x" * (WINDOW - 1), max_tokens=1), "prompt")
+    assert complete(server, "x" + " x" * (8 * WINDOW)).status_code == 400
     assert_still_works(server)
 
 

@@ -44,7 +44,7 @@ async def assert_next_request_succeeds(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
 async def test_kill_9_of_a_worker(server: ServerProcess, worker_id: str) -> None:
     # a killed prefill worker does not touch what decodes already, so those streams must be able to end in time
-    num_tokens = 400 if worker_id == "decode-0" else 40
+    num_tokens = 400 if worker_id == "decode-0" else 24
     before = server.workers()[worker_id]
     async with http_client(server.url) as client:
         # 1. eight streams are running
@@ -74,7 +74,7 @@ async def test_a_prefill_worker_frozen_while_it_pushes(server: ServerProcess) ->
     async with http_client(server.url) as client:
         # 1. a long prompt, whose first pages arrive while the next are computed
         stream = Stream()
-        task = asyncio.create_task(run_stream(client, stream, "word " * 1800, max_tokens=8, ignore_eos=True))
+        task = asyncio.create_task(run_stream(client, stream, "word " * 900, max_tokens=8, ignore_eos=True))
         await until(lambda: read_pages(address).counts[PageState.FILLING] > 0, 30, "the first pages to arrive")
         # 2. frozen for 20 s, well beyond its lease
         os.kill(pid, signal.SIGSTOP)
@@ -99,7 +99,7 @@ async def test_a_frozen_router(server: ServerProcess) -> None:
     addresses = [worker["address"] for worker in server.workers().values()]
     async with http_client(server.url) as client:
         # 1. eight streams hold pages
-        _, tasks = await start_streams(client, 1500)
+        _, tasks = await start_streams(client, 900)
         assert not all(is_pool_at_rest(read_pages(address)) for address in addresses)
         # 2. the router freezes; its workers release everything within two leases
         os.kill(server.process.pid, signal.SIGSTOP)

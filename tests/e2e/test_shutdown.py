@@ -7,26 +7,21 @@ import signal
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
+from tests.e2e.conftest import LEASE_S
 from tests.e2e.server_process import MODEL, ServerProcess, serving, until, wait_until
 from tests.e2e.streams import Stream, http_client, run_stream
 
 pytestmark = pytest.mark.e2e
 
-TEMP_DIRS = "twinpool-*"
-
-
-def temp_dirs() -> set[Path]:
-    return set(Path("/tmp").glob(TEMP_DIRS))
-
 
 async def test_sigterm_lets_requests_end_and_leaves_nothing(tmp_path: Path) -> None:
-    before = temp_dirs()
     server = ServerProcess((), tmp_path / "log")
     try:
         server.wait_ready()
-        assert temp_dirs() - before
+        assert server.temp_files()
         async with http_client(server.url) as client:
             # 1. a stream is running when the signal comes
             stream = Stream()
@@ -44,19 +39,18 @@ async def test_sigterm_lets_requests_end_and_leaves_nothing(tmp_path: Path) -> N
         # 3. nothing is left
         assert await asyncio.to_thread(server.process.wait, 30) == 0
         await until(lambda: not server.survivors(), 5, "every process to be gone")
-        assert temp_dirs() <= before
+        assert not server.temp_files()
     finally:
         server.kill()
 
 
 def test_ctrl_c_while_it_starts(tmp_path: Path) -> None:
-    before = temp_dirs()
     server = ServerProcess((), tmp_path / "log")
     try:
-        wait_until(lambda: bool(temp_dirs() - before), 30, "Ray to start")
+        wait_until(lambda: bool(server.temp_files()), 30, "Ray to start")
         assert server.stop(signal.SIGINT) == 0
         wait_until(lambda: not server.survivors(), 10, "every process to be gone")
-        assert temp_dirs() <= before
+        assert not server.temp_files()
     finally:
         server.kill()
 
@@ -80,13 +74,11 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_killed_outright_takes_its_workers_along(tmp_path: Path) -> None:
-    before = temp_dirs()
-    with serving(tmp_path / "log", "--colocated") as server:
+    with serving(tmp_path / "log", "--colocated", "--lease-seconds", f"{LEASE_S}") as server:
         server.remember_family()
+        (worker,) = server.workers().values()
         server.process.kill()
-        wait_until(lambda: not server.survivors(), 30, "every process to be gone")
-    for left in temp_dirs() - before:  # nobody was there to delete it
-        _delete(left)
+        wait_until(lambda: not psutil.pid_exists(worker["pid"]), 2 * LEASE_S, "the worker to be gone")
 
 
 def test_a_taken_port_and_a_restart_at_once(tmp_path: Path) -> None:
@@ -111,9 +103,3 @@ def _is_refused(url: str) -> bool:
     except httpx.HTTPError:
         return True
     return answer.status_code == 503
-
-
-def _delete(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from llm_engine.load_model import read_model_config
+from serving_core.errors import ConfigError
+from serving_core.worker_status import PhaseName
+from twinpool.cli import make_parser
+from twinpool.serve_config import make_serve_config
+from twinpool.worker_spec import WorkerSpec
+from twinpool.worker_specs import make_worker_specs, plan_server_cores
+
+
+def specs_of(*argv: str, num_cores: int = 2) -> dict[str, WorkerSpec]:
+    config = make_serve_config(make_parser().parse_args(["serve", *argv]))
+    cores = plan_server_cores(config, range(num_cores))
+    specs = make_worker_specs(config, read_model_config(config.model.path), cores, ("127.0.0.1:7",))
+    return {spec.worker_id: spec for spec in specs}
+
+
+def test_the_default_is_a_pair() -> None:
+    specs = specs_of()
+    assert set(specs) == {"prefill-0", "decode-0"}
+    prefill, decode = specs["prefill-0"], specs["decode-0"]
+    assert (prefill.phases, decode.phases) == (frozenset({PhaseName.PREFILL}), frozenset({PhaseName.DECODE}))
+    assert prefill.router_addresses == decode.router_addresses == ("127.0.0.1:7",)
+    assert prefill.engine.max_model_len == decode.engine.max_model_len == 8192
+    assert (prefill.engine.cpu_cores, decode.engine.cpu_cores) == ((0,), (1,))
+    assert (prefill.engine.niceness, decode.engine.niceness) == (10, 0)
+
+
+def test_one_core_pins_nothing_but_keeps_prefill_behind() -> None:
+    specs = specs_of(num_cores=1)
+    assert [spec.engine.cpu_cores for spec in specs.values()] == [(), ()]
+    assert specs["prefill-0"].engine.niceness == 10
+
+
+def test_pools_of_several() -> None:
+    specs = specs_of("--prefill-workers", "2", "--decode-workers", "3", "--threads", "1", num_cores=8)
+    assert list(specs) == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert [specs[f"decode-{i}"].engine.cpu_cores for i in range(3)] == [(5,), (6,), (7,)]
+    assert specs["prefill-0"].engine == specs["prefill-1"].engine
+    assert specs["prefill-0"].engine.cpu_cores == (0, 1, 2, 3, 4)
+
+
+def test_colocated_takes_each_phases_own_budget() -> None:
+    (spec,) = specs_of("--colocated", "--prefill-max-num-batched-tokens", "99", "--decode-max-num-seqs", "7").values()
+    assert spec.worker_id == "colocated-0"
+    assert spec.phases == frozenset(PhaseName)
+    assert (spec.engine.max_num_batched_tokens, spec.engine.max_num_seqs) == (99, 7)
+    assert (spec.engine.cpu_cores, spec.engine.niceness) == ((1,), 0)
+
+
+def test_flags_reach_the_phase_they_name() -> None:
+    specs = specs_of("--served-model-name", "mine", "--decode-kv-cache-memory-bytes", "2G", "--lease-seconds", "9")
+    assert specs["decode-0"].engine.kv_cache_memory_bytes == 2 * 2**30
+    assert specs["prefill-0"].engine.kv_cache_memory_bytes == 2**30
+    assert {spec.engine.lease_s for spec in specs.values()} == {9.0}
+    assert {spec.model_name for spec in specs.values()} == {"mine"}
+
+
+def test_what_the_model_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="8192"):
+        specs_of("--max-model-len", "9000")
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
+        specs_of("--prefill-kv-cache-memory-bytes", "1M")
