@@ -3,8 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
-PYTEST_PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-ARGS ?=
+PYTEST_ARGS ?=
 
 .PHONY: help serve test equality lint types contracts generated check format setup clean
 
