@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from llm_engine.token_rules import TokenRules
 from serving_core.errors import RefusalCode, Refused
 from serving_core.generate_request import GenerateRequest
+from serving_core.growth_room import num_growth_pages
 from serving_core.ids import WorkerId
 from serving_core.kv_page_layout import KVPageLayout
 
@@ -20,24 +21,26 @@ class AdmissionCheck:
     rules: TokenRules
     num_pages: int
 
-    def num_pages_for(self, request: GenerateRequest) -> int:
-        """Pages for the sequence at its longest: what is reserved, since nothing is ever taken back from it."""
+    def max_pages_for(self, request: GenerateRequest) -> int:
+        """Pages for the sequence at its longest."""
         return self.layout.num_pages_for(self.rules.max_total_tokens(request))
 
+    def first_pages_for(self, request: GenerateRequest, num_evictions: int) -> int:
+        """Pages to be reserved: for the prompt, the log and one token more, and after evictions for room to grow, which doubles
+        each time, so that the sequence ends after a few if not before."""
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids) + 1
+        num_pages = self.layout.num_pages_for(num_tokens) + num_growth_pages(num_evictions)
+        return min(num_pages, self.max_pages_for(request))
+
     def check(self, request: GenerateRequest) -> None:
-        """Raises ``Refused``: MALFORMED for a log that would need replay, TOO_LARGE for what can never fit."""
-        if len(request.output_token_ids) > 1:
-            raise Refused(
-                RefusalCode.MALFORMED,
-                f"{request.key} brings {len(request.output_token_ids)} answer tokens, but more than one would need replay, "
-                "which this version does not have.",
-            )
-        if request.num_prompt_tokens >= self.rules.max_model_len:
+        """Raises ``Refused`` (TOO_LARGE) for what can never fit."""
+        num_known_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        if num_known_tokens >= self.rules.max_model_len:
             raise Refused(
                 RefusalCode.TOO_LARGE,
-                f"The prompt of {request.num_prompt_tokens} tokens leaves no room in a window of {self.rules.max_model_len}.",
+                f"{num_known_tokens} tokens of prompt and answer leave no room in a window of {self.rules.max_model_len}.",
             )
-        num_pages = self.num_pages_for(request)
+        num_pages = self.max_pages_for(request)
         if num_pages > self.num_pages:
             raise Refused(
                 RefusalCode.TOO_LARGE,

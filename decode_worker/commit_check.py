@@ -9,7 +9,8 @@ from serving_core.transfer_ticket import HandoffCommit
 
 def check_commit(commit: HandoffCommit, sequence: DecodeSequence, reservation: Reservation) -> None:
     """Raises ``Refused`` unless the commit names this sequence, its plan's bytes, all of which arrived, and a token that
-    nothing contradicts. Pages lent to this worker's own prefill phase have no bytes to count."""
+    nothing contradicts. For pages lent to this worker's own prefill phase no bytes are sent, and whoever claims some did not
+    fill them."""
     if commit.key != sequence.key:
         raise Refused(
             RefusalCode.MALFORMED,
@@ -17,6 +18,11 @@ def check_commit(commit: HandoffCommit, sequence: DecodeSequence, reservation: R
         )
     if not reservation.is_lent:
         _check_bytes(commit, reservation)
+    elif commit.num_bytes_sent:
+        raise Refused(
+            RefusalCode.MALFORMED,
+            f"The commit of {commit.key} claims {commit.num_bytes_sent} bytes for pages lent to this worker's prefill phase.",
+        )
     # Taken by an earlier copy of this commit, or by the router before this attempt began.
     taken_before = sequence.output_token_ids or sequence.request.output_token_ids
     if taken_before:

@@ -25,7 +25,7 @@ class DecodeState(enum.Enum):
     WAITING_FOR_COMMIT = enum.auto()
     """Pages are reserved, a ticket is out, segments arrive."""
     DECODING = enum.auto()
-    """The hand-off happened; waiting for the next step."""
+    """The hand-off happened; waiting for the next step, with a log to replay or without."""
     ENDED = enum.auto()
     """Nothing is held any more."""
 
@@ -34,8 +34,8 @@ class DecodeState(enum.Enum):
 class Reservation:
     """Pages promised to one attempt of one sequence.
 
-    ``page_ids`` cover the sequence at its longest. ``is_lent``: this worker's own prefill phase computes straight into them.
-    ``is_filling``: something was written, or may have been.
+    ``page_ids`` cover the prompt from the start, and more as the sequence grows. ``is_lent``: this worker's own prefill phase
+    computes straight into them. ``is_filling``: something was written, or may have been.
     """
 
     ticket: TransferTicket
@@ -51,19 +51,27 @@ class Reservation:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DecodeSequence:
-    """``callers`` asked for this attempt's ticket and have not withdrawn; ``num_pages`` is the worst case to be reserved.
+    """``callers`` asked for this attempt's ticket and have not withdrawn. ``arrived_at`` is by the worker's clock.
 
-    ``reservation`` is None exactly while waiting for pages. ``output_token_ids`` is empty until the commit.
+    ``num_first_pages`` are reserved before the hand-off, ``max_pages`` are what it needs at its longest. ``is_settled``: it was
+    admitted so that it is never evicted (see ``Seats``). ``reservation`` is None exactly while waiting for pages.
+    ``output_token_ids`` is empty until the commit and begins with the request's log then; keys and values of the first
+    ``num_cached_outputs`` of them are cached.
     """
 
     request: GenerateRequest
     attempt: int
     router_id: RouterId
-    num_pages: int
+    num_evictions: int
+    num_first_pages: int
+    max_pages: int
+    arrived_at: float
     state: DecodeState = DecodeState.WAITING_FOR_PAGES
     callers: list[TicketAnswer] = field(default_factory=list)
     reservation: Reservation | None = None
+    is_settled: bool = False
     output_token_ids: list[int] = field(default_factory=list)
+    num_cached_outputs: int = 0
 
     @property
     def key(self) -> SequenceKey:
@@ -72,3 +80,34 @@ class DecodeSequence:
     @property
     def owner(self) -> PageOwner:
         return PageOwner(key=self.request.key, attempt=self.attempt)
+
+    @property
+    def has_log(self) -> bool:
+        """Its client has tokens already."""
+        return bool(self.request.output_token_ids)
+
+    @property
+    def is_to_settle(self) -> bool:
+        """Evicted so often that it is reserved all it can need."""
+        return self.num_evictions > 0 and self.num_first_pages == self.max_pages
+
+    @property
+    def num_pages_to_grow(self) -> int:
+        """Pages that it may yet take, once it has a reservation."""
+        return self.max_pages - (len(self.reservation.page_ids) if self.reservation else 0)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt and answer as far as keys and values are cached, once the hand-off happened."""
+        return self.request.num_prompt_tokens + self.num_cached_outputs
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens of the answer that are known and not cached: one, or more while a log is replayed."""
+        return len(self.output_token_ids) - self.num_cached_outputs
+
+    def answer_callers(self, refused: Refused) -> None:
+        """Tell those who still wait for a ticket that none will come."""
+        if self.state is DecodeState.WAITING_FOR_PAGES:
+            for answer in self.callers:
+                answer(refused)

@@ -62,7 +62,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         try:
             async with asyncio.timeout(self._max_wait_s):
                 await run_between_steps(
-                    self._engine, lambda: self._phase.reserve(request, message.attempt, router_id, on_engine)
+                    self._engine,
+                    lambda: self._phase.reserve(
+                        request, message.attempt, router_id, on_engine, num_evictions=message.num_evictions
+                    ),
                 )
                 return await answered
         except (asyncio.CancelledError, TimeoutError) as end:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from llm_engine.checkpoint import PIECE_ELEMENTS
 from serving_core.errors import ModelFileError
 
 _MAGIC = b"GGUF"
@@ -26,8 +27,6 @@ _SUPPORTED_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 _SAMPLE_BYTES = 4096
-_PIECE_ELEMENTS = 4 * 1024 * 1024
-"""Weights are decoded about this many at a time, which bounds the float32 copy beside the final one to 16 MiB."""
 
 _SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -104,7 +103,7 @@ class GgufFile:
         row_length = info.shape[-1]
         num_rows = math.prod(info.shape[:-1])
         row_bytes = info.num_bytes // num_rows
-        rows_per_piece = max(1, _PIECE_ELEMENTS // row_length)
+        rows_per_piece = max(1, PIECE_ELEMENTS // row_length)
         for first in range(0, num_rows, rows_per_piece):
             last = min(first + rows_per_piece, num_rows)
             stored = np.frombuffer(self._map[info.offset + first * row_bytes : info.offset + last * row_bytes], np.uint8)

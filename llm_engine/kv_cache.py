@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from serving_core.ids import PageId
@@ -19,20 +18,18 @@ class KVCache:
     """``tensor`` is [num_pages, num_layers, 2 (key, value), page_size, num_kv_heads, head_dim], so that a page is one
     contiguous block of ``layout.page_bytes``.
 
-    It starts as zeros, which the operating system provides without touching memory. Different pages may be read and written
-    from different threads at once; keeping two users off one page is the page pool's matter.
+    It starts as zeros that are written, so that all of its memory is taken at the start and none under load. Different pages
+    may be read and written from different threads at once; keeping two users off one page is the page pool's matter.
     """
 
     def __init__(self, layout: KVPageLayout, num_pages: int) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        memory = np.zeros(num_pages * layout.page_bytes, dtype=np.uint8)  # torch.zeros would write to all of it
-        self.tensor = (
-            torch.from_numpy(memory)
-            .view(TORCH_DTYPES[layout.dtype])
-            .view(num_pages, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim)
+        self.tensor = torch.zeros(
+            (num_pages, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim),
+            dtype=TORCH_DTYPES[layout.dtype],
         )
-        self._bytes = memory.data  # [num_pages * page_bytes]
+        self._bytes = self.tensor.view(-1).view(torch.uint8).numpy().data  # [num_pages * page_bytes]
 
     def page_memory(self, page_id: PageId) -> memoryview:
         """The page's bytes, read-only, without a copy. They change when the page does."""

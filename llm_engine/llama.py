@@ -14,11 +14,15 @@ from torch.nn import functional
 
 from llm_engine.attention import AttentionStep
 from llm_engine.model_config import ModelConfig
+from llm_engine.rope_frequencies import rope_frequencies
+from llm_engine.rope_scaling import YarnScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Query, key and value share a matrix, as do gate and up: one product each instead of five."""
+    """One layer. Query, key and value share a matrix, as do gate and up: one product each instead of five. A bias is None in
+    models that have none there.
+    """
 
     attention_norm: Tensor  # [hidden_size]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
@@ -26,6 +30,10 @@ class LayerWeights:
     feed_forward_norm: Tensor  # [hidden_size]
     gate_up: Tensor  # [2 * feed_forward_size, hidden_size]
     down: Tensor  # [hidden_size, feed_forward_size]
+    qkv_bias: Tensor | None = None  # [(num_heads + 2 * num_kv_heads) * head_dim]
+    attention_out_bias: Tensor | None = None  # [hidden_size]
+    gate_up_bias: Tensor | None = None  # [2 * feed_forward_size]
+    down_bias: Tensor | None = None  # [hidden_size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +54,23 @@ class LlamaWeights:
             return torch.empty(shape, dtype=dtype, device=device)
 
         hidden, head_dim = config.hidden_size, config.head_dim
+        qkv, gate_up = (config.num_heads + 2 * config.num_kv_heads) * head_dim, 2 * config.feed_forward_size
+        has_attention_bias, has_feed_forward_bias = config.has_attention_bias, config.has_feed_forward_bias
         embedding = tensor(config.vocab_size, hidden)
         return cls(
             embedding=embedding,
             layers=tuple(
                 LayerWeights(
                     attention_norm=tensor(hidden),
-                    qkv=tensor((config.num_heads + 2 * config.num_kv_heads) * head_dim, hidden),
+                    qkv=tensor(qkv, hidden),
                     attention_out=tensor(hidden, config.num_heads * head_dim),
                     feed_forward_norm=tensor(hidden),
-                    gate_up=tensor(2 * config.feed_forward_size, hidden),
+                    gate_up=tensor(gate_up, hidden),
                     down=tensor(hidden, config.feed_forward_size),
+                    qkv_bias=tensor(qkv) if has_attention_bias else None,
+                    attention_out_bias=tensor(hidden) if has_attention_bias else None,
+                    gate_up_bias=tensor(gate_up) if has_feed_forward_bias else None,
+                    down_bias=tensor(hidden) if has_feed_forward_bias else None,
                 )
                 for _ in range(config.num_layers)
             ),
@@ -72,8 +86,9 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
         self._config = config
         self._weights = weights
-        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        self._frequencies = 1.0 / (config.rope_theta**exponents) / weights.rope_factors / config.rope_factor  # [head_dim / 2]
+        frequencies = rope_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+        self._frequencies = frequencies / weights.rope_factors  # [head_dim / 2]
+        self._rotated_scale = config.rope_scaling.attention_factor if isinstance(config.rope_scaling, YarnScaling) else 1.0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,11 +99,11 @@ class Llama:
         config = self._config
         num_rotated = config.num_heads + config.num_kv_heads
         angles = torch.outer(positions.float(), self._frequencies).unsqueeze(1)  # [num_tokens, 1, head_dim / 2]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self._rotated_scale, angles.sin() * self._rotated_scale
 
         x = functional.embedding(token_ids, self._weights.embedding)  # [num_tokens, hidden_size]
         for index, layer in enumerate(self._weights.layers):
-            qkv = functional.linear(self._norm(x, layer.attention_norm), layer.qkv)
+            qkv = functional.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(len(x), num_rotated + config.num_kv_heads, config.head_dim)
             rotated = _rotate(qkv[:, :num_rotated], cos, sin)
             attended = attention.attend(
@@ -97,15 +112,18 @@ class Llama:
                 rotated[:, config.num_heads :],  # key [num_tokens, num_kv_heads, head_dim]
                 qkv[:, num_rotated:],  # value [num_tokens, num_kv_heads, head_dim]
             )
-            x = x + functional.linear(attended, layer.attention_out)
+            x = x + functional.linear(attended, layer.attention_out, layer.attention_out_bias)
 
-            gate, up = functional.linear(self._norm(x, layer.feed_forward_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + functional.linear(functional.silu(gate) * up, layer.down)
+            gate_up = functional.linear(self._norm(x, layer.feed_forward_norm), layer.gate_up, layer.gate_up_bias)
+            gate, up = gate_up.chunk(2, dim=-1)
+            x = x + functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] → float32 [num_rows, vocab_size]."""
-        return functional.linear(self._norm(hidden, self._weights.final_norm), self._weights.head).float()
+        """hidden [num_rows, hidden_size] → float32 [num_rows, num_tokens]. Padding of the head has no logit, so no id that
+        the tokenizer lacks is ever sampled or listed."""
+        head = self._weights.head[: self._config.num_tokens]
+        return functional.linear(self._norm(hidden, self._weights.final_norm), head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Root-mean-square norm, computed in float32."""

@@ -1,27 +1,28 @@
-"""Loads a GGUF file into a model: checks every tensor's name and shape first, then decodes them straight into place."""
+"""Loads a checkpoint into a model: decodes every tensor straight into its place."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from llm_engine.gguf_file import GgufFile
+from llm_engine.checkpoint import Checkpoint
 from llm_engine.kv_cache import TORCH_DTYPES
 from llm_engine.llama import Llama, LlamaWeights
-from llm_engine.model_config import ModelConfig, read_eos_token_ids
-from serving_core.errors import ModelFileError
+from llm_engine.llama_tensors import EMBEDDING, FINAL_NORM, HEAD, ROPE_FACTORS, layer_tensor
+from llm_engine.model_config import ModelConfig
+from llm_engine.open_checkpoint import open_checkpoint
 from serving_core.kv_page_layout import KVDType
-
-_ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run. ``weight_bytes`` is its size in memory; ``model_print`` tells models apart (see ``GgufFile``)."""
+    """A model ready to run. ``weight_bytes`` is its size in memory; ``model_print`` tells models apart (see ``Checkpoint``)."""
 
     config: ModelConfig
     model: Llama
@@ -30,103 +31,70 @@ class LoadedModel:
     weight_bytes: int
 
 
-def read_model_config(path: Path) -> ModelConfig:
-    """The model's sizes, from the header alone. Raises ModelFileError."""
-    with GgufFile(path) as file:
-        return ModelConfig.from_gguf(file)
-
-
 def load_model(path: Path, *, dtype: KVDType, on_progress: Callable[[int, int], None] | None = None) -> LoadedModel:
-    """Load the weights as ``dtype``. ``on_progress`` is called with (bytes of the file decoded, bytes in all) as it goes.
+    """Load the weights of a GGUF file or a Hugging Face folder as ``dtype``. ``on_progress`` is called with (stored bytes
+    decoded, stored bytes in all) as it goes.
 
-    Raises ModelFileError, before any weight is read, for a file that is not a whole, supported Llama-family model.
+    Raises ModelFileError, before any weight is read, for anything that is not a whole, supported Llama-family model.
     """
-    with GgufFile(path) as file:
-        config = ModelConfig.from_gguf(file)
-        _check_tensors(file, config)
+    with closing(open_checkpoint(path)) as checkpoint:
+        config = checkpoint.config
         weights = LlamaWeights.empty(config, dtype=TORCH_DTYPES[dtype])
-        _fill(weights, file, config, on_progress or _ignore_progress)
+        _fill(weights, checkpoint, on_progress or _ignore_progress)
         return LoadedModel(
             config=config,
             model=Llama(config, weights),
-            model_print=file.model_print(),
-            eos_token_ids=read_eos_token_ids(file),
+            model_print=checkpoint.model_print(),
+            eos_token_ids=checkpoint.eos_token_ids,
             weight_bytes=_weight_bytes(weights),
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Destination:
-    """Where a tensor of the file goes: a whole tensor of the model, or some rows of one.
-
-    ``head_dim`` is set for query and key matrices. The file interleaves the two halves of each of their heads (row 2i, row
-    2i + 1); the model keeps the halves one after the other (row i, row i + head_dim / 2).
-    """
-
-    name: str
-    tensor: Tensor
-    head_dim: int | None = None
-
-    def rows_of(self, first: int, count: int) -> Tensor:
-        """The model's rows for rows ``first ..`` of the file."""
-        rows = torch.arange(first, first + count)
-        if self.head_dim is None:
-            return rows
-        head, within = rows // self.head_dim, rows % self.head_dim
-        return head * self.head_dim + within % 2 * (self.head_dim // 2) + within // 2
-
-
-def _destinations(weights: LlamaWeights, config: ModelConfig, *, has_rope_factors: bool) -> Iterator[_Destination]:
-    """Every tensor that the file must hold, in the order in which it is loaded."""
-    yield _Destination(name="token_embd.weight", tensor=weights.embedding)
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _destinations(weights: LlamaWeights, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by name, with its place in the model: a whole tensor of it, or some rows of one."""
+    yield EMBEDDING, weights.embedding
+    qkv_sizes = [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
     for index, layer in enumerate(weights.layers):
-        prefix = f"blk.{index}"
-        query, key, value = torch.split(layer.qkv, [query_size, kv_size, kv_size])
+        query, key, value = torch.split(layer.qkv, qkv_sizes)
         gate, up = layer.gate_up.chunk(2)
-        yield _Destination(name=f"{prefix}.attn_norm.weight", tensor=layer.attention_norm)
-        yield _Destination(name=f"{prefix}.attn_q.weight", tensor=query, head_dim=config.head_dim)
-        yield _Destination(name=f"{prefix}.attn_k.weight", tensor=key, head_dim=config.head_dim)
-        yield _Destination(name=f"{prefix}.attn_v.weight", tensor=value)
-        yield _Destination(name=f"{prefix}.attn_output.weight", tensor=layer.attention_out)
-        yield _Destination(name=f"{prefix}.ffn_norm.weight", tensor=layer.feed_forward_norm)
-        yield _Destination(name=f"{prefix}.ffn_gate.weight", tensor=gate)
-        yield _Destination(name=f"{prefix}.ffn_up.weight", tensor=up)
-        yield _Destination(name=f"{prefix}.ffn_down.weight", tensor=layer.down)
-    yield _Destination(name="output_norm.weight", tensor=weights.final_norm)
+        places = {
+            "input_layernorm.weight": layer.attention_norm,
+            "self_attn.q_proj.weight": query,
+            "self_attn.k_proj.weight": key,
+            "self_attn.v_proj.weight": value,
+            "self_attn.o_proj.weight": layer.attention_out,
+            "post_attention_layernorm.weight": layer.feed_forward_norm,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": layer.down,
+        }
+        if layer.qkv_bias is not None and layer.attention_out_bias is not None:
+            query, key, value = torch.split(layer.qkv_bias, qkv_sizes)
+            places |= {"self_attn.q_proj.bias": query, "self_attn.k_proj.bias": key, "self_attn.v_proj.bias": value}
+            places["self_attn.o_proj.bias"] = layer.attention_out_bias
+        if layer.gate_up_bias is not None and layer.down_bias is not None:
+            gate, up = layer.gate_up_bias.chunk(2)
+            places |= {"mlp.gate_proj.bias": gate, "mlp.up_proj.bias": up, "mlp.down_proj.bias": layer.down_bias}
+        for part, tensor in places.items():
+            yield layer_tensor(index, part), tensor
+    yield FINAL_NORM, weights.final_norm
     if not config.is_tied:
-        yield _Destination(name="output.weight", tensor=weights.head)
-    if has_rope_factors:
-        yield _Destination(name=_ROPE_FACTORS, tensor=weights.rope_factors)
+        yield HEAD, weights.head
 
 
-def _check_tensors(file: GgufFile, config: ModelConfig) -> None:
-    """Names and shapes, neither more nor less, against a model of the same sizes that takes no memory."""
-    expected = set()
-    shapes = LlamaWeights.empty(config, dtype=torch.float32, device="meta")
-    for destination in _destinations(shapes, config, has_rope_factors=_ROPE_FACTORS in file.tensors):
-        expected.add(destination.name)
-        info = file.tensors.get(destination.name)
-        if info is None:
-            raise ModelFileError(f"{file.path} lacks the tensor {destination.name}.")
-        if info.shape != tuple(destination.tensor.shape):
-            raise ModelFileError(
-                f"{file.path}: tensor {info.name} has shape {list(info.shape)}; the model's sizes ask for "
-                f"{list(destination.tensor.shape)}."
-            )
-    for name in file.tensors:
-        if name not in expected:
-            raise ModelFileError(f"{file.path} holds the tensor {name}, which a plain Llama model does not have.")
-
-
-def _fill(weights: LlamaWeights, file: GgufFile, config: ModelConfig, on_progress: Callable[[int, int], None]) -> None:
-    num_done, num_all = 0, file.weight_bytes
+def _fill(weights: LlamaWeights, checkpoint: Checkpoint, on_progress: Callable[[int, int], None]) -> None:
+    """Write every tensor of the checkpoint, whose shapes have been checked, exactly once."""
+    destinations = dict(_destinations(weights, checkpoint.config))
+    if ROPE_FACTORS in checkpoint.tensors:
+        destinations[ROPE_FACTORS] = weights.rope_factors
+    assert destinations.keys() == checkpoint.tensors.keys(), "what was checked is what is loaded"
+    num_done, num_all = 0, sum(stored.num_bytes for stored in checkpoint.tensors.values())
     on_progress(num_done, num_all)
-    for destination in _destinations(weights, config, has_rope_factors=_ROPE_FACTORS in file.tensors):
-        tensor = destination.tensor.view(-1, destination.tensor.shape[-1])
-        for first, rows, num_bytes in file.iter_rows(file.tensors[destination.name]):
-            tensor.index_copy_(0, destination.rows_of(first, len(rows)), torch.from_numpy(rows).to(tensor.dtype))
-            num_done += num_bytes
+    for name, destination in destinations.items():
+        tensor = destination.view(-1, destination.shape[-1])
+        for piece in checkpoint.iter_pieces(name):
+            tensor.index_copy_(0, torch.from_numpy(piece.rows), torch.from_numpy(piece.values).to(tensor.dtype))
+            num_done += piece.num_bytes
             on_progress(num_done, num_all)
 
 
@@ -135,8 +103,8 @@ def _weight_bytes(weights: LlamaWeights) -> int:
     if weights.head is not weights.embedding:
         tensors.append(weights.head)
     for layer in weights.layers:
-        tensors += [layer.attention_norm, layer.qkv, layer.attention_out]
-        tensors += [layer.feed_forward_norm, layer.gate_up, layer.down]
+        parts = (getattr(layer, field.name) for field in dataclasses.fields(layer))
+        tensors += [part for part in parts if part is not None]
     return sum(tensor.nbytes for tensor in tensors)
 
 

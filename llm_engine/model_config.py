@@ -1,11 +1,10 @@
-"""The shape of a Llama-family model, as its GGUF metadata states it. Refuses what the model code does not compute."""
+"""The shape of a Llama-family model: sizes and constants, whatever kind of file stated them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm_engine.gguf_file import ArrayLength, GgufFile
-from serving_core.errors import ModelFileError
+from llm_engine.rope_scaling import RopeScaling
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 
 
@@ -13,8 +12,9 @@ from serving_core.kv_page_layout import KVDType, KVPageLayout
 class ModelConfig:
     """Sizes and constants of one model.
 
-    ``max_model_len`` is the window in tokens the weights were trained for. ``rope_factor`` divides every position (linear
-    scaling; 1 is none). ``is_tied``: the output head is the embedding matrix.
+    ``max_model_len`` is the window in tokens that the weights are made for. ``vocab_size`` is the number of rows of the
+    embedding matrix; ``num_tokens`` of them, the first, have a token in the tokenizer: the rest is padding, and never chosen.
+    ``is_tied``: the output head is the embedding matrix.
     """
 
     num_layers: int
@@ -24,11 +24,14 @@ class ModelConfig:
     head_dim: int
     feed_forward_size: int
     vocab_size: int
+    num_tokens: int
     max_model_len: int
     rope_theta: float
-    rope_factor: float
+    rope_scaling: RopeScaling | None = None
     rms_norm_eps: float
     is_tied: bool
+    has_attention_bias: bool = False
+    has_feed_forward_bias: bool = False
 
     def page_layout(self, *, page_size: int, dtype: KVDType) -> KVPageLayout:
         """The layout of this model's KV pages."""
@@ -39,91 +42,3 @@ class ModelConfig:
             page_size=page_size,
             dtype=dtype,
         )
-
-    @classmethod
-    def from_gguf(cls, file: GgufFile) -> ModelConfig:
-        """Read the metadata. Raises ModelFileError for another architecture, a missing value or an unsupported variant."""
-        reader = _MetadataReader(file)
-        architecture = file.metadata.get("general.architecture")
-        if architecture != "llama":
-            raise ModelFileError(f"{file.path} holds a model of architecture {architecture!r}; supported is 'llama'.")
-        reader.refuse_unless("llama.expert_count", 0)
-        reader.refuse_unless("llama.attention.causal", True)
-        scaling = reader.refuse_unless("llama.rope.scaling.type", "none", "linear")
-
-        hidden_size = reader.count("llama.embedding_length")
-        num_heads = reader.count("llama.attention.head_count")
-        head_dim = reader.count("llama.attention.key_length", default=hidden_size // num_heads)
-        reader.refuse_unless("llama.attention.value_length", head_dim)
-        reader.refuse_unless("llama.rope.dimension_count", head_dim)
-        num_kv_heads = reader.count("llama.attention.head_count_kv", default=num_heads)
-        if num_heads % num_kv_heads or head_dim % 2:
-            raise ModelFileError(
-                f"{file.path} states {num_heads} query heads of {head_dim} on {num_kv_heads} key-value heads; the first must "
-                "be a multiple of the last, and a head's size even."
-            )
-        num_layers = reader.count("llama.block_count")
-        if num_layers > len(file.tensors):
-            raise ModelFileError(f"{file.path} states {num_layers} layers and holds {len(file.tensors)} tensors in all.")
-        return cls(
-            num_layers=num_layers,
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            feed_forward_size=reader.count("llama.feed_forward_length"),
-            vocab_size=_vocab_size(file),
-            max_model_len=reader.count("llama.context_length"),
-            rope_theta=reader.number("llama.rope.freq_base", default=10_000.0),
-            rope_factor=reader.number("llama.rope.scaling.factor", default=1.0) if scaling == "linear" else 1.0,
-            rms_norm_eps=reader.number("llama.attention.layer_norm_rms_epsilon"),
-            is_tied="output.weight" not in file.tensors,
-        )
-
-
-def read_eos_token_ids(file: GgufFile) -> frozenset[int]:
-    """The ids that end an answer: end of sequence, and end of turn where the file names one."""
-    values = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("eos_token_id", "eot_token_id"))
-    return frozenset(value for value in values if isinstance(value, int))
-
-
-def _vocab_size(file: GgufFile) -> int:
-    """Rows of the embedding matrix, which may be padded beyond the tokenizer's vocabulary but never be shorter."""
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise ModelFileError(f"{file.path} lacks the tensor token_embd.weight.")
-    num_rows = embedding.shape[0]
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, ArrayLength) and tokens.length > num_rows:
-        raise ModelFileError(f"{file.path} has {tokens.length} tokens but embeddings for {num_rows}.")
-    return num_rows
-
-
-class _MetadataReader:
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
-
-    def count(self, key: str, *, default: int | None = None) -> int:
-        value = self._file.metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(key, "a number of at least 1")
-        return value
-
-    def number(self, key: str, *, default: float | None = None) -> float:
-        value = self._file.metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self._wrong(key, "a number above 0")
-        return float(value)
-
-    def refuse_unless(self, key: str, *supported: int | str) -> int | str:
-        """The key's value, or the first of ``supported`` when the file does not state it."""
-        value = self._file.metadata.get(key, supported[0])
-        for candidate in supported:
-            if value == candidate:
-                return candidate
-        raise self._wrong(key, " or ".join(repr(candidate) for candidate in supported))
-
-    def _wrong(self, key: str, right: str) -> ModelFileError:
-        value = self._file.metadata.get(key)
-        found = "lacks" if value is None else f"has {value!r} for"
-        return ModelFileError(f"{self._file.path} {found} {key}, which must be {right}.")

@@ -5,9 +5,9 @@ Owns the accounting and nothing else; it has never seen the memory that the page
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
+from llm_engine.page_line import PageLine
 from serving_core.clock import Clock
 from serving_core.errors import OutOfPages
 from serving_core.ids import PageId
@@ -29,6 +29,7 @@ class PagePool:
 
     A page that is not free has at least one owner, and one owner may hold several claims on it. Misuse (releasing what is not
     owned, a move that the life of a page does not know) is a bug of the caller and fails an assertion before anything changes.
+    ``line`` is for phases that share the pool and wait for pages; the pool itself gives to whoever asks.
     """
 
     def __init__(self, num_pages: int, page_size: int, clock: Clock) -> None:
@@ -36,9 +37,10 @@ class PagePool:
         assert page_size >= 1
         self.num_pages = num_pages
         self.page_size = page_size
+        self.line = PageLine()
         self._clock = clock
-        # Oldest first, so that a page rests as long as possible before it is written again.
-        self._free: deque[PageId] = deque(PageId(number) for number in range(num_pages))
+        # The last given back is the next taken, so that it may be warm in the caches.
+        self._free = [PageId(number) for number in reversed(range(num_pages))]
         self._states = [PageState.FREE] * num_pages
         self._owners: list[list[PageOwner]] = [[] for _ in range(num_pages)]
         self._generations = [0] * num_pages
@@ -73,7 +75,7 @@ class PagePool:
         assert state in _FIRST_STATES, f"a page cannot begin as {state.value}"
         if num_pages > len(self._free):
             raise OutOfPages(num_requested=num_pages, num_free=len(self._free))
-        page_ids = tuple(self._free.popleft() for _ in range(num_pages))
+        page_ids = tuple(self._free.pop() for _ in range(num_pages))
         for page_id in page_ids:
             self._generations[page_id] += 1
             self._owners[page_id].append(owner)

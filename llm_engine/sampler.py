@@ -4,15 +4,15 @@ the batch, on earlier draws or on global state. Knows no sequence and no cache.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
+from llm_engine.logit_rules import Ids, Logits, apply_logit_rules
 from llm_engine.philox import uniform
 from llm_engine.step_plan import SampledToken, SampleSpec
 from serving_core.token_event import TokenLogprobs
-
-Logits = npt.NDArray[np.float32]  # [vocab_size]
-Ids = npt.NDArray[np.int64]
 
 _NUM_LIKELY = 512
 """How many of the most likely tokens are ordered first, sixteen times as many next, and all only if need be. Nearly every draw
@@ -26,14 +26,15 @@ class UnusableLogits(ValueError):
 def sample(logits: Logits, spec: SampleSpec) -> SampledToken:
     """Choose a token from ``logits`` [vocab_size].
 
-    Temperature 0 takes the most likely token, the lowest id among equals. Otherwise one Philox number is inverted over the
-    cumulative distribution of the tokens in order of falling probability, equals by id: first cut to ``top_k``, then, of
-    what that leaves, to the shortest head holding ``top_p`` of the probability, at least one token. Raises UnusableLogits
-    when a logit is not finite or every token is banned.
+    First come penalties, biases and bans (see ``logit_rules``). Temperature 0 then takes the most likely token, the lowest id
+    among equals. Otherwise one Philox number is inverted over the cumulative distribution of the tokens in order of falling
+    probability, equals by id: first cut to those that ``min_p`` keeps, then to ``top_k``, then, of what that leaves, to the
+    shortest head holding ``top_p`` of the probability, at least one token. Logprobs are those of ``logits`` as they came.
+    Raises UnusableLogits when a logit is not finite or every token is banned.
     """
     if not np.isfinite(logits).all():
         raise UnusableLogits("the model computed logits that are not finite numbers")
-    allowed = _without(logits, spec.banned_token_ids)
+    allowed = apply_logit_rules(logits, spec)
     token_id = int(np.argmax(allowed)) if spec.temperature == 0.0 else _draw(allowed, spec)
     if allowed[token_id] == -np.inf:
         raise UnusableLogits("every token is banned")
@@ -42,20 +43,13 @@ def sample(logits: Logits, spec: SampleSpec) -> SampledToken:
     return SampledToken(token_id=token_id, logprobs=_logprobs(logits, token_id, spec.num_logprobs))
 
 
-def _without(logits: Logits, banned_token_ids: tuple[int, ...]) -> Logits:
-    banned = [token_id for token_id in banned_token_ids if token_id < len(logits)]
-    if not banned:
-        return logits
-    allowed = logits.copy()
-    allowed[banned] = -np.inf
-    return allowed
-
-
 def _draw(logits: Logits, spec: SampleSpec) -> int:
     number = uniform(seed=spec.seed, output_index=spec.output_index, choice_index=spec.choice_index)
     highest = float(logits.max())
     if highest == -np.inf:
         return 0
+    if spec.min_p > 0.0:
+        logits = np.where(logits >= highest + spec.temperature * math.log(spec.min_p), logits, np.float32(-np.inf))
     num_kept = min(spec.top_k or len(logits), len(logits))
     # Without top_k the probability to be shared out is that of the whole vocabulary, in order of id; with it, of the head.
     total = None if spec.top_k else float(_weights(logits, highest, spec.temperature).sum())

@@ -10,12 +10,24 @@ from serving_core.worker_status import PhaseName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """What is held against tokens that were there before: ``repetition`` against those of prompt and answer, ``presence`` and
+    ``frequency`` against those of the answer alone. Meaning and ranges: ``SamplingParams``."""
+
+    repetition: float
+    presence: float
+    frequency: float
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
     """How to choose one token after the last position of a row.
 
     ``output_index`` is the token's place in the answer (0 is the first): with ``seed`` and ``choice_index`` it is all that
     randomness depends on. ``banned_token_ids`` cannot be chosen (end tokens before min_tokens). ``num_logprobs`` is None
-    when no logprobs are wanted.
+    when no logprobs are wanted; ``penalties`` is None when there are none. ``logit_bias`` holds (token id, bias).
     """
 
     temperature: float
@@ -26,6 +38,9 @@ class SampleSpec:
     output_index: int
     banned_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
+    min_p: float = 0.0
+    penalties: Penalties | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

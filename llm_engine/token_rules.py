@@ -5,9 +5,10 @@ Text rules (stop strings) are the router's and unknown here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm_engine.step_plan import SampleSpec
+from llm_engine.step_plan import Penalties, SampleSpec
 from serving_core.generate_request import GenerateRequest
 from serving_core.token_event import FinishReason
 
@@ -20,7 +21,12 @@ class TokenRules:
     max_model_len: int
 
     def finish_reason(self, request: GenerateRequest, output_index: int, token_id: int) -> FinishReason | None:
-        """How ``token_id`` at place ``output_index`` of the answer ends the sequence, or None when it goes on."""
+        """How ``token_id`` at place ``output_index`` of the answer ends the sequence, or None when it goes on.
+
+        A token of the request's log ends nothing: whoever sampled it asked already, and the sequence went on.
+        """
+        if output_index < len(request.output_token_ids):
+            return None
         if output_index >= request.sampling.min_tokens and token_id in self._end_token_ids(request):
             return FinishReason.STOP
         num_output_tokens = output_index + 1
@@ -30,9 +36,10 @@ class TokenRules:
             return FinishReason.LENGTH
         return None
 
-    def sample_spec(self, request: GenerateRequest, output_index: int) -> SampleSpec:
-        """How to choose the token at place ``output_index``: a function of the request and the place alone."""
+    def sample_spec(self, request: GenerateRequest, output_token_ids: Sequence[int]) -> SampleSpec:
+        """How to choose the token that follows ``output_token_ids`` in the answer: a function of these two alone."""
         sampling = request.sampling
+        output_index = len(output_token_ids)
         is_end_banned = output_index < sampling.min_tokens
         return SampleSpec(
             temperature=sampling.temperature,
@@ -43,6 +50,9 @@ class TokenRules:
             output_index=output_index,
             banned_token_ids=tuple(sorted(self._end_token_ids(request))) if is_end_banned else (),
             num_logprobs=sampling.num_logprobs,
+            min_p=sampling.min_p,
+            penalties=_penalties(request, output_token_ids),
+            logit_bias=sampling.logit_bias,
         )
 
     def max_total_tokens(self, request: GenerateRequest) -> int:
@@ -52,3 +62,16 @@ class TokenRules:
     def _end_token_ids(self, request: GenerateRequest) -> frozenset[int]:
         stop_token_ids = frozenset(request.sampling.stop_token_ids)
         return stop_token_ids if request.sampling.ignore_eos else stop_token_ids | self.eos_token_ids
+
+
+def _penalties(request: GenerateRequest, output_token_ids: Sequence[int]) -> Penalties | None:
+    sampling = request.sampling
+    if sampling.repetition_penalty == 1.0 and sampling.presence_penalty == 0.0 and sampling.frequency_penalty == 0.0:
+        return None
+    return Penalties(
+        repetition=sampling.repetition_penalty,
+        presence=sampling.presence_penalty,
+        frequency=sampling.frequency_penalty,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=tuple(output_token_ids),
+    )

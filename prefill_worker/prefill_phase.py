@@ -21,8 +21,9 @@ from prefill_worker.admission_check import AdmissionCheck
 from prefill_worker.handoff import Handoff, LocalDecode
 from prefill_worker.prefill_scheduler import Chunk, PrefillScheduler
 from prefill_worker.prefill_sequence import PrefillSequence, PrefillState
+from prefill_worker.prompt_pages import PromptPages
 from serving_core.clock import Clock
-from serving_core.errors import OutOfPages, RefusalCode, Refused, TwinpoolError
+from serving_core.errors import RefusalCode, Refused, TwinpoolError
 from serving_core.event_outbox import EventOutbox
 from serving_core.event_sink import EventSink
 from serving_core.generate_request import GenerateRequest
@@ -70,6 +71,7 @@ class PrefillPhase:
         self._rules = rules
         self._clock = clock
         self._local_decode = local_decode
+        self._pages = PromptPages(pool, local_decode)
         self._admission = AdmissionCheck(worker_id=worker_id, layout=layout, rules=rules, num_pages=pool.num_pages)
         self._outbox = EventOutbox(sink)
         self._leases = LeaseTable(lease_s)
@@ -102,17 +104,16 @@ class PrefillPhase:
             if ticket.attempt == newest or _open_handoff(ticket) in self._by_open_handoff:
                 return False
             self._check_admissible(request, ticket, held)
-        if held is None:
-            self._start(PrefillSequence(request=request, ticket=ticket, router_id=router_id, handoff=handoff))
-        elif held.is_local or handoff is None:
+        if held is not None and not held.is_local and handoff is not None:
+            self._retarget(held, request, ticket, router_id, handoff)
+            return True
+        arrived_at = self._clock.now()
+        started = PrefillSequence(request=request, ticket=ticket, router_id=router_id, handoff=handoff, arrived_at=arrived_at)
+        if held is not None:
             # Lent pages cannot leave and own ones cannot become lent: computed again, but token 0 stays what it was.
             self._end(held)
-            token = held.first_token
-            self._start(
-                PrefillSequence(request=request, ticket=ticket, router_id=router_id, handoff=handoff, first_token=token)
-            )
-        else:
-            self._retarget(held, request, ticket, router_id, handoff)
+            started.first_token = held.first_token
+        self._start(started)
         return True
 
     def _check_admissible(self, request: GenerateRequest, ticket: TransferTicket, held: PrefillSequence | None) -> None:
@@ -150,9 +151,12 @@ class PrefillPhase:
         self._offer_computed(sequence)
         if sequence.num_remaining == 0:
             self._hand_over(sequence)
-        elif sequence.state is PrefillState.WAITING_FOR_ROUTER:
+        elif sequence.state is PrefillState.WAITING_FOR_ROUTER and sequence.page_ids:
             sequence.state = PrefillState.WAITING_FOR_STEP
             self._scheduler.resume(sequence)
+        elif sequence.state is PrefillState.WAITING_FOR_ROUTER:
+            sequence.state = PrefillState.WAITING_FOR_PAGES
+            self._scheduler.enqueue(sequence)
 
     def _begin_attempt(self, sequence: PrefillSequence) -> None:
         log = sequence.request.output_token_ids
@@ -173,22 +177,15 @@ class PrefillPhase:
         return StepPlan(phase=self.name, rows=rows) if rows else None
 
     def _borrow_local_pages(self) -> None:
-        """Before each step, since a call in between may have released the reservation or given it to a higher attempt."""
         for sequence in tuple(self._scheduler):
-            if sequence.is_local:
-                assert self._local_decode is not None
-                try:
-                    sequence.page_ids = self._local_decode.lend_pages(sequence.ticket)
-                except Refused as refused:
-                    self._fail(sequence, FailureKind.HANDOFF, str(refused), refused.code)
+            try:
+                self._pages.borrow(sequence)
+            except Refused as refused:
+                self._fail(sequence, FailureKind.HANDOFF, str(refused), refused.code)
 
     def _take_pages(self, sequence: PrefillSequence) -> bool:
-        if not sequence.is_local:
-            num_pages = self._layout.num_pages_for(sequence.request.num_prompt_tokens)
-            try:
-                sequence.page_ids = self._pool.allocate(num_pages, sequence.owner, PageState.USED)
-            except OutOfPages:
-                return False
+        if not self._pages.take(sequence):
+            return False
         sequence.state = PrefillState.WAITING_FOR_STEP
         return True
 
@@ -201,7 +198,7 @@ class PrefillPhase:
             token_ids=sequence.request.prompt_token_ids[start:stop],
             start_position=start,
             page_ids=sequence.page_ids[: self._layout.num_pages_for(stop)],
-            sample=self._rules.sample_spec(sequence.request, 0) if is_sampled else None,
+            sample=self._rules.sample_spec(sequence.request, ()) if is_sampled else None,
         )
 
     def apply(self, plan: StepPlan, result: StepResult) -> None:
@@ -289,7 +286,7 @@ class PrefillPhase:
             return
         sequence.open_attempts.discard(attempt)
         if sequence.state is PrefillState.ENDED:
-            self._release_unread(sequence)
+            self._pages.release_unread(sequence)
         elif attempt == sequence.attempt:
             if error is None:
                 assert sequence.state is PrefillState.WAITING_FOR_DECODE, "acknowledged before it was committed"
@@ -303,6 +300,7 @@ class PrefillPhase:
             self._fail(sequence, FailureKind.HANDOFF, str(error), code)
             return
         self._scheduler.remove(sequence)
+        self._pages.leave_line(sequence)
         sequence.state = PrefillState.WAITING_FOR_ROUTER
         self._report(sequence, FailureKind.HANDOFF, str(error), code)
 
@@ -357,13 +355,8 @@ class PrefillPhase:
         self._leases.drop(sequence.key)
         del self._sequences[sequence.key]
         self._ended_attempts.remember(sequence.key, max(sequence.attempt, fence), self._clock.now())
-        self._release_unread(sequence)
-
-    def _release_unread(self, sequence: PrefillSequence) -> None:
-        if sequence.open_attempts or sequence.is_local:
-            return
-        self._pool.release(sequence.page_ids, sequence.owner)
-        sequence.page_ids = ()
+        self._pages.leave_line(sequence)
+        self._pages.release_unread(sequence)
 
 
 def _open_handoff(ticket: TransferTicket) -> PageOwner:

@@ -34,13 +34,15 @@ class PrefillSequence:
 
     ``handoff`` delivers the newest attempt, None on the local path. ``open_attempts``: attempts whose hand-off has not reported
     its end and so may still read the pages. ``first_token`` is output index 0 once it is known; it is never sampled again.
-    ``num_offered`` counts pages given to ``handoff``, from ordinal 0, those it does not send included.
+    ``arrived_at``, by the worker's clock, is when it was admitted. ``num_offered`` counts pages given to ``handoff``, from
+    ordinal 0, those it does not send included.
     """
 
     request: GenerateRequest
     ticket: TransferTicket
     router_id: RouterId
     handoff: Handoff | None
+    arrived_at: float
     state: PrefillState = PrefillState.WAITING_FOR_PAGES
     page_ids: tuple[PageId, ...] = ()
     num_computed: int = 0

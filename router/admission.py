@@ -1,12 +1,13 @@
-"""The line that new sequences stand in until workers can take them. Owns order, length and waiting times of the line; what
-"can take" means is the waiter's own function. Waits end by ``poke`` or a timer, never by polling."""
+"""The line that sequences stand in until workers can take them, new ones and those that come back. Owns order, length and
+waiting times of the line; what "can take" means is the waiter's own function. Waits end by ``poke`` or a timer, never by
+polling."""
 
 from __future__ import annotations
 
 import asyncio
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from serving_core.clock import Clock
 from serving_core.errors import NoCapacity
@@ -14,7 +15,8 @@ from serving_core.errors import NoCapacity
 
 @dataclass(frozen=True, slots=True, order=True)
 class PlaceInLine:
-    """When a request arrived: its ordinal and the clock's time. Kept for its life, so that coming back means the old place."""
+    """Whose turn it is before whose: ``number`` is given at arrival and kept for life, so that coming back means the old place.
+    ``since`` is the clock's time from which the present wait counts."""
 
     number: int
     since: float
@@ -27,11 +29,15 @@ class _Waiter:
     turn: asyncio.Future[NoCapacity | None] = field(repr=False)
 
 
+def _nothing_to_let_go() -> None:
+    pass
+
+
 class AdmissionQueue:
     """First come, first served: nobody is served before the one at the head, so a small request never overtakes a large one.
 
-    At most ``max_waiting`` stand in line. Who stands there for ``worker_wait_s`` while ``missing_phases`` names something, or
-    for ``max_wait_s`` in any case, gets ``NoCapacity``.
+    At most ``max_waiting`` stand in line, but who comes back is always let in. Who stands there for ``worker_wait_s`` while
+    ``missing_phases`` names something, or for ``max_wait_s`` in any case, gets ``NoCapacity``.
     """
 
     def __init__(
@@ -63,17 +69,30 @@ class AdmissionQueue:
         self._num_arrivals += 1
         return PlaceInLine(self._num_arrivals, self._clock.now())
 
-    async def wait_turn(self, place: PlaceInLine, try_take: Callable[[], bool], *, is_returning: bool = False) -> None:
+    def renew_place(self, place: PlaceInLine) -> PlaceInLine:
+        """The same place for one that was served meanwhile and is about to wait anew."""
+        return replace(place, since=self._clock.now())
+
+    async def wait_turn(
+        self,
+        place: PlaceInLine,
+        try_take: Callable[[], bool],
+        *,
+        is_returning: bool = False,
+        let_go: Callable[[], None] = _nothing_to_let_go,
+    ) -> None:
         """Return once ``try_take``, called when this waiter is at the head, said True and took what it needs.
 
-        ``is_returning`` admits one that was served before, whatever the length of the line. Raises ``NoCapacity``. When the
-        wait is cancelled after ``try_take`` said True, what was taken is the caller's to give back.
+        ``is_returning`` admits one that was served before, whatever the length of the line. ``let_go`` is called with the place
+        taken: what it sets free does not go to those behind. Raises ``NoCapacity``. When the wait is cancelled after
+        ``try_take`` said True, what was taken is the caller's to give back.
         """
         if len(self._line) >= self._max_waiting and not is_returning:
-            raise self._no_capacity(f"{len(self._line)} requests are waiting, which is the limit")
+            raise self._no_capacity(f"{len(self._line)} requests are waiting, which is the limit", is_queue_full=True)
         turn: asyncio.Future[NoCapacity | None] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(place=place, try_take=try_take, turn=turn)
         bisect.insort(self._line, waiter, key=lambda each: each.place)
+        let_go()
         self.poke()
         try:
             refusal = await turn
@@ -125,5 +144,6 @@ class AdmissionQueue:
         if not waiter.turn.done():
             waiter.turn.set_result(answer)
 
-    def _no_capacity(self, because: str) -> NoCapacity:
-        return NoCapacity(f"The request cannot be taken: {because}.", retry_after_s=self._retry_after_s)
+    def _no_capacity(self, because: str, *, is_queue_full: bool = False) -> NoCapacity:
+        message = f"The request cannot be taken: {because}."
+        return NoCapacity(message, retry_after_s=self._retry_after_s, is_queue_full=is_queue_full)

@@ -8,17 +8,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
 from router.detokenizer import Detokenizer
 from router.generation import Generation
-from router.openai_replies import Usage
 from router.stop_strings import StopStrings
 from router.tokenizer import Tokenizer
 from serving_core.clock import Clock
 from serving_core.errors import WorkerLost
-from serving_core.token_event import FinishReason, TokenEvent
+from serving_core.token_event import FinishReason, TokenEvent, TokenLogprobs
 
 
 class GenerationMetrics(Protocol):
@@ -34,8 +34,30 @@ class GenerationMetrics(Protocol):
         """Once for each generation that was started. ``reason``: stop, length, abort (the client left) or error."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerToken:
+    """One sampled token, end tokens and those of a stop string included. ``text_offset``: the characters, complete ones, that
+    the tokens before it make, what a stop string takes away included."""
+
+    token_id: int
+    text_offset: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One token and the text that can be given out with it: often empty, while characters or stop strings are open."""
+
+    text: str
+    token: AnswerToken
+    finish_reason: FinishReason | None
+
+
 class Answer:
-    """The text of one generation. An async context manager; used by one task."""
+    """The text of one generation. An async context manager; used by one task.
+
+    Stop strings are not looked for in the first ``min_tokens`` tokens.
+    """
 
     def __init__(
         self,
@@ -43,6 +65,7 @@ class Answer:
         generation: Generation,
         tokenizer: Tokenizer,
         stops: Sequence[str],
+        min_tokens: int = 0,
         num_prompt_tokens: int,
         metrics: GenerationMetrics,
         clock: Clock,
@@ -56,6 +79,8 @@ class Answer:
         self._events = aiter(generation)
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
+        self._num_chars = 0
         self._num_prompt_tokens = num_prompt_tokens
         self._num_completion_tokens = 0
         self._metrics = metrics
@@ -65,12 +90,8 @@ class Answer:
         self._has_failed = False
         self._is_released = False
 
-    @property
-    def usage(self) -> Usage:
-        return Usage(num_prompt_tokens=self._num_prompt_tokens, num_completion_tokens=self._num_completion_tokens)
-
-    async def next_piece(self) -> str | None:
-        """The text that the next token adds, often empty while characters or stop strings are open; None after the last.
+    async def next_piece(self) -> Piece | None:
+        """The next token and what it adds to the text; None after the last.
 
         Raises what the generation raises: ``WorkerLost`` and other ``TwinpoolError``.
         """
@@ -85,7 +106,8 @@ class Answer:
             self._has_failed = True
             raise
         self._measure()
-        piece, self.finish_reason = self._read(event)
+        piece = self._read(event)
+        self.finish_reason = piece.finish_reason
         if self.finish_reason is not None:
             await self._release()
         return piece
@@ -101,20 +123,29 @@ class Answer:
         finally:
             self._measure_end()
 
-    def _read(self, event: TokenEvent) -> tuple[str, FinishReason | None]:
+    def _read(self, event: TokenEvent) -> Piece:
         self._num_completion_tokens += 1
-        if event.finish_reason is FinishReason.STOP:  # an end token is no part of the text
-            text = self._detokenizer.finish()
-        elif event.finish_reason is FinishReason.LENGTH:
-            text = self._detokenizer.push(event.token_id) + self._detokenizer.finish()
+        token = AnswerToken(token_id=event.token_id, text_offset=self._num_chars, logprobs=event.logprobs)
+        text = self._text_of(event)
+        self._num_chars += len(text)
+        if self._num_completion_tokens <= self._min_tokens:
+            shown = text
         else:
-            text = self._detokenizer.push(event.token_id)
-        piece = self._stops.push(text)
-        if self._stops.is_matched:
-            return piece, FinishReason.STOP
+            shown = self._stops.push(text)
+            if self._stops.is_matched:
+                return Piece(text=shown, token=token, finish_reason=FinishReason.STOP)
         if event.finish_reason is not None:
-            piece += self._stops.finish()
-        return piece, event.finish_reason
+            shown += self._stops.finish()
+        return Piece(text=shown, token=token, finish_reason=event.finish_reason)
+
+    def _text_of(self, event: TokenEvent) -> str:
+        match event.finish_reason:
+            case None:
+                return self._detokenizer.push(event.token_id)
+            case FinishReason.LENGTH:
+                return self._detokenizer.push(event.token_id) + self._detokenizer.finish()
+            case FinishReason.STOP:  # an end token is no part of the text
+                return self._detokenizer.finish()
 
     async def _release(self) -> None:
         if not self._is_released:

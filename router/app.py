@@ -18,10 +18,13 @@ from router.answer import GenerationMetrics
 from router.api_key import ApiKeyGate
 from router.chat_template import ChatTemplate
 from router.completion_service import CompletionService
+from router.generate_api import make_generate_routes
 from router.generation import Generator
 from router.http_errors import http_error
 from router.openai_api import make_openai_routes
+from router.prompt_encoder import PromptEncoder
 from router.request_scope import RequestScope
+from router.token_api import make_token_routes
 from router.tokenizer import Tokenizer
 from serving_core.clock import Clock, MonotonicClock
 from serving_core.errors import TwinpoolError
@@ -52,10 +55,11 @@ def create_app(
         _log.warning("The model has no chat template: /v1/chat/completions will answer 400, /v1/completions works.")
     # No documentation pages: they load scripts from elsewhere, and bodies are checked by ``parse_body``, not by FastAPI.
     app = FastAPI(title="Twinpool", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    prompts = PromptEncoder(tokenizer=tokenizer, chat_template=chat_template, max_model_len=lambda: generator.max_model_len)
     service = CompletionService(
         generator=generator,
         tokenizer=tokenizer,
-        chat_template=chat_template,
+        prompts=prompts,
         model_name=model_name,
         metrics=metrics,
         clock=clock or MonotonicClock(),
@@ -64,6 +68,10 @@ def create_app(
         draw_seed=draw_seed,
     )
     app.include_router(make_openai_routes(service, model_name=model_name, created=unix_time()))
+    app.include_router(make_generate_routes(service))
+    app.include_router(
+        make_token_routes(prompts, check_model=service.check_model, max_model_len=lambda: generator.max_model_len)
+    )
     for routes in extra_routes:
         app.include_router(routes)
     for kind in (TwinpoolError, HTTPException, RequestValidationError):

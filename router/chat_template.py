@@ -16,6 +16,8 @@ from typing import NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.folder_chat_template import read_folder_chat_template
+from router.folder_special_tokens import read_folder_special_tokens
 from router.gguf_metadata import read_gguf_metadata
 from router.vocabulary import read_vocabulary
 from serving_core.errors import InvalidRequest, ModelFileError
@@ -93,7 +95,18 @@ class ChatTemplate:
 
 
 def read_chat_template(path: Path) -> ChatTemplate:
-    """The template inside a ``.gguf`` file, or one that is not available. Raises ``ModelFileError``."""
+    """The template of a ``.gguf`` file or of a Hugging Face folder, or one that is not available. Raises ``ModelFileError``."""
+    return _read_folder_template(path) if path.is_dir() else _read_gguf_template(path)
+
+
+def _read_folder_template(folder: Path) -> ChatTemplate:
+    tokens = read_folder_special_tokens(folder)
+    return ChatTemplate(
+        read_folder_chat_template(folder), origin=str(folder), bos_token=tokens.bos or "", eos_token=tokens.eos or ""
+    )
+
+
+def _read_gguf_template(path: Path) -> ChatTemplate:
     metadata = read_gguf_metadata(path)
     vocabulary = read_vocabulary(metadata)
     eos_id = metadata.get("tokenizer.ggml.eos_token_id", int)

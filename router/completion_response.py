@@ -1,8 +1,8 @@
-"""Sends one answer, streamed or whole, and stops it when the client leaves. Knows no tokens and no workers.
+"""Sends the answers to one request, streamed or whole, and stops them when the client leaves. Knows no workers.
 
-1. The generation starts and its first token is awaited; a failure until then is an ordinary error response.
+1. Every choice is begun and the first token of any is awaited; a failure until then is an ordinary error response.
 2. Headers, then chunks or the whole body. A failure after the headers is one ``error`` event, without ``[DONE]`` after it.
-3. Whatever happens, leaving ``_send_answer`` releases the generation: finished, failed, cancelled, or the client gone.
+3. Whatever happens, leaving ``_send_answer`` releases every choice: finished, failed, cancelled, or the client gone.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from router.answer import Answer
+from router.answer import AnswerToken, Piece
+from router.choices import ChoicePart, Choices
 from router.http_errors import http_error
-from router.openai_replies import Reply
+from router.reply import ChoiceText, Reply, Usage
 from router.sse import DONE, STREAM_HEADERS, json_frame, raw_frame
 from serving_core.errors import TwinpoolError
 
@@ -25,11 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 class CompletionResponse(Response):
-    """A response that makes its answer while it is sent. ``start`` admits and places the request; called once."""
+    """A response that makes its answer while it is sent. ``num_prompt_tokens``: of all prompts together."""
 
-    def __init__(self, *, start: Callable[[], Awaitable[Answer]], reply: Reply, is_stream: bool, includes_usage: bool) -> None:
-        self._start = start
+    def __init__(
+        self, *, choices: Choices, reply: Reply, num_prompt_tokens: int, is_stream: bool, includes_usage: bool
+    ) -> None:
+        self._choices = choices
         self._reply = reply
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_completion_tokens = 0
         self._is_stream = is_stream
         self._includes_usage = includes_usage
         self.background = None  # what a framework looks at in any response
@@ -38,37 +43,40 @@ class CompletionResponse(Response):
         await _run_while_connected(receive, self._send_answer(send))
 
     async def _send_answer(self, send: Send) -> None:
-        async with await self._start() as answer:
+        async with self._choices:
             if self._is_stream:
-                await self._send_stream(answer, send)
+                await self._send_stream(send)
             else:
-                await self._send_whole(answer, send)
+                await self._send_whole(send)
 
-    async def _send_whole(self, answer: Answer, send: Send) -> None:
-        pieces: list[str] = []
-        while (piece := await answer.next_piece()) is not None:
-            pieces.append(piece)
-        assert answer.finish_reason is not None
-        value = self._reply.whole("".join(pieces), answer.finish_reason.value, answer.usage)
+    async def _send_whole(self, send: Send) -> None:
+        drafts = [_Draft(index) for index in range(len(self._choices))]
+        while (part := await self._next_part()) is not None:
+            drafts[part.index].add(part.piece)
+        value = self._reply.whole([(draft.take(), draft.finish_reason) for draft in drafts], self._usage)
         body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
         headers = {"content-type": "application/json", "content-length": str(len(body))}
-        await send(_start_message(headers, answer))
+        await send(self._start_message(headers))
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_stream(self, answer: Answer, send: Send) -> None:
-        piece = await answer.next_piece()
-        await send(_start_message(STREAM_HEADERS, answer))
+    async def _send_stream(self, send: Send) -> None:
+        part = await self._next_part()
+        await send(self._start_message(STREAM_HEADERS))
         try:
-            for chunk in self._reply.opening_chunks():
+            for chunk in self._reply.opening_chunks(len(self._choices)):
                 await _send_frame(send, json_frame(chunk))
-            while piece is not None:
-                if piece:
-                    await _send_frame(send, json_frame(self._reply.text_chunk(piece)))
-                piece = await answer.next_piece()
-            assert answer.finish_reason is not None
-            await _send_frame(send, json_frame(self._reply.closing_chunk(answer.finish_reason.value)))
+            drafts = [_Draft(index) for index in range(len(self._choices))]
+            while part is not None:
+                draft = drafts[part.index]
+                draft.add(part.piece)
+                if part.piece.text:
+                    await _send_frame(send, json_frame(self._reply.text_chunk(draft.take())))
+                if part.piece.finish_reason is not None:
+                    chunk = self._reply.closing_chunk(draft.take(), draft.finish_reason, self._usage)
+                    await _send_frame(send, json_frame(chunk))
+                part = await self._next_part()
             if self._includes_usage:
-                await _send_frame(send, json_frame(self._reply.usage_chunk(answer.usage)))
+                await _send_frame(send, json_frame(self._reply.usage_chunk(self._usage)))
             last_frame = DONE
         except Exception as error:
             if not isinstance(error, TwinpoolError):
@@ -76,11 +84,45 @@ class CompletionResponse(Response):
             last_frame = raw_frame(http_error(error).body)
         await _send_frame(send, last_frame, is_last=True)
 
+    async def _next_part(self) -> ChoicePart | None:
+        part = await self._choices.next_part()
+        self._num_completion_tokens += part is not None
+        return part
 
-def _start_message(headers: Mapping[str, str], answer: Answer) -> Message:
-    all_headers = {**headers, "x-twinpool-path": answer.path.value, "x-twinpool-reason": answer.reason}
-    raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in all_headers.items()]
-    return {"type": "http.response.start", "status": 200, "headers": raw_headers}
+    @property
+    def _usage(self) -> Usage:
+        return Usage(num_prompt_tokens=self._num_prompt_tokens, num_completion_tokens=self._num_completion_tokens)
+
+    def _start_message(self, headers: Mapping[str, str]) -> Message:
+        all_headers = {
+            **headers,
+            "x-twinpool-path": self._choices.path.value,
+            "x-twinpool-reason": self._choices.reason,
+        }
+        raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in all_headers.items()]
+        return {"type": "http.response.start", "status": 200, "headers": raw_headers}
+
+
+class _Draft:
+    """What has come of one choice and has not been sent. Tokens wait for the text they belong to."""
+
+    def __init__(self, index: int) -> None:
+        self.finish_reason = ""
+        self._index = index
+        self._texts: list[str] = []
+        self._tokens: list[AnswerToken] = []
+
+    def add(self, piece: Piece) -> None:
+        self._texts.append(piece.text)
+        self._tokens.append(piece.token)
+        if piece.finish_reason is not None:
+            self.finish_reason = piece.finish_reason.value
+
+    def take(self) -> ChoiceText:
+        """All of it, to be sent now."""
+        taken = ChoiceText(index=self._index, text="".join(self._texts), tokens=self._tokens)
+        self._texts, self._tokens = [], []
+        return taken
 
 
 async def _send_frame(send: Send, frame: bytes, *, is_last: bool = False) -> None:

@@ -1,25 +1,25 @@
-"""From a checked body to a response: the prompt's tokens, the sampling, the request. Knows no JSON and no sending."""
+"""From a checked body to a response: the prompts' tokens, the sampling, one sequence a choice. Knows no JSON and no sending."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.answer import Answer, GenerationMetrics
-from router.chat_template import ChatTemplate
+from router.choices import Choices, StartAnswer
 from router.completion_response import CompletionResponse
+from router.generate_reply import GenerateReply
 from router.generation import Generator
-from router.openai_replies import ChatReply, Reply, TextReply
-from router.openai_schemas import ChatCompletionBody, CompletionBody, CompletionOptions
-from router.sampling_request import sampling_params
+from router.logprob_report import LogprobReport
+from router.openai_replies import ChatReply, ReplyFrame, TextReply
+from router.openai_schemas import ChatCompletionBody, CompletionBody, CompletionOptions, GenerateBody, Prompt, SamplingOptions
+from router.prompt_encoder import PromptEncoder
+from router.reply import Reply
+from router.sampling_request import clients_words, sampling_params
 from router.tokenizer import Tokenizer
 from serving_core.clock import Clock
 from serving_core.errors import InvalidRequest
 from serving_core.generate_request import GenerateRequest
 from serving_core.ids import RequestId, SequenceKey
-
-_MAX_CHARS_ON_LOOP = 8192
-"""Longer prompts are tokenised in a thread: this many characters take one to five milliseconds."""
 
 
 class CompletionService:
@@ -30,7 +30,7 @@ class CompletionService:
         *,
         generator: Generator,
         tokenizer: Tokenizer,
-        chat_template: ChatTemplate,
+        prompts: PromptEncoder,
         model_name: str,
         metrics: GenerationMetrics,
         clock: Clock,
@@ -40,13 +40,14 @@ class CompletionService:
     ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self._prompts = prompts
         self._model_name = model_name
         self._metrics = metrics
         self._clock = clock
         self._unix_time = unix_time
         self._make_id = make_id
         self._draw_seed = draw_seed
+        self._logprob_report = LogprobReport(tokenizer)
 
     def check_model(self, model: str | None) -> None:
         """Raises ``InvalidRequest`` with code ``model_not_found`` for any name but ours; none at all means ours."""
@@ -59,88 +60,122 @@ class CompletionService:
         """Raises ``InvalidRequest``; everything else shows when the response is sent."""
         arrived_at = self._clock.now()
         self.check_model(body.model)
-        text = self._chat_template.render(
-            [message.for_template() for message in body.messages],
+        token_ids = await self._prompts.encode_chat(
+            body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
+            continues_last=bool(body.continue_final_message),
         )
-        # The template has written the special tokens already.
-        token_ids = await self._encode(text, prompt_param="messages", add_special_tokens=False)
-        completion_id = f"chatcmpl-{self._make_id()}"
-        reply = ChatReply(
-            completion_id=completion_id,
-            model=self._model_name,
-            created=self._unix_time(),
+        request_id = f"chatcmpl-{self._make_id()}"
+        return self._respond(
+            body,
+            request_id=request_id,
+            prompts=[token_ids],
+            prompt_param="messages",
+            reply=ChatReply(self._frame(request_id, body)),
+            arrived_at=arrived_at,
+            num_choices=body.num_choices,
             includes_usage=body.includes_usage,
         )
-        return self._respond(body, completion_id, token_ids, reply, prompt_param="messages", arrived_at=arrived_at)
 
     async def complete(self, body: CompletionBody) -> CompletionResponse:
         """Raises ``InvalidRequest``. An empty prompt works only where the model puts a BOS token in front of every text."""
         arrived_at = self._clock.now()
         self.check_model(body.model)
-        token_ids = await self._encode(body.prompt, prompt_param="prompt", add_special_tokens=True)
-        completion_id = f"cmpl-{self._make_id()}"
-        reply = TextReply(
-            completion_id=completion_id,
+        prompts = [await self._prompts.encode(prompt) for prompt in body.prompt]
+        request_id = f"cmpl-{self._make_id()}"
+        echoes = [await self._text_of(prompt) for prompt in body.prompt for _ in range(body.num_choices)] if body.echo else []
+        return self._respond(
+            body,
+            request_id=request_id,
+            prompts=prompts,
+            prompt_param="prompt",
+            reply=TextReply(self._frame(request_id, body), echoes=echoes),
+            arrived_at=arrived_at,
+            num_choices=body.num_choices,
+            includes_usage=body.includes_usage,
+        )
+
+    async def generate(self, body: GenerateBody) -> CompletionResponse:
+        """The plain form: one prompt, one answer with its token ids. Raises ``InvalidRequest``."""
+        arrived_at = self._clock.now()
+        self.check_model(body.model)
+        token_ids = await self._prompts.encode(body.prompt)
+        request_id = f"gen-{self._make_id()}"
+        return self._respond(
+            body,
+            request_id=request_id,
+            prompts=[token_ids],
+            prompt_param="prompt",
+            reply=GenerateReply(request_id=request_id),
+            arrived_at=arrived_at,
+        )
+
+    def _frame(self, request_id: str, body: CompletionOptions) -> ReplyFrame:
+        _, num_logprobs = body.wanted_logprobs
+        return ReplyFrame(
+            id=request_id,
             model=self._model_name,
             created=self._unix_time(),
             includes_usage=body.includes_usage,
+            logprobs=None if num_logprobs is None else self._logprob_report,
         )
-        return self._respond(body, completion_id, token_ids, reply, prompt_param="prompt", arrived_at=arrived_at)
+
+    async def _text_of(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else await self._prompts.decode(prompt, param="prompt")
 
     def _respond(
         self,
-        options: CompletionOptions,
-        completion_id: str,
-        token_ids: tuple[int, ...],
-        reply: Reply,
+        options: SamplingOptions,
         *,
+        request_id: str,
+        prompts: Sequence[tuple[int, ...]],
         prompt_param: str,
+        reply: Reply,
         arrived_at: float,
+        num_choices: int = 1,
+        includes_usage: bool = False,
     ) -> CompletionResponse:
-        sampling = sampling_params(
-            options,
-            prompt_param=prompt_param,
-            num_prompt_tokens=len(token_ids),
-            max_model_len=self._generator.max_model_len,
-            vocab_size=self._tokenizer.vocab_size,
-            drawn_seed=self._draw_seed(),
+        """``num_choices`` answers to each prompt, in order. All of them are checked before any is begun."""
+        seed = self._draw_seed()
+        starts: list[StartAnswer] = []
+        for number, token_ids in enumerate(prompts):
+            sampling = sampling_params(
+                options,
+                prompt_param=prompt_param,
+                num_prompt_tokens=len(token_ids),
+                max_model_len=self._generator.max_model_len,
+                vocab_size=self._tokenizer.vocab_size,
+                drawn_seed=seed,
+            )
+            with clients_words(options, prompt_param):
+                self._generator.check_fits(num_prompt_tokens=len(token_ids), max_tokens=sampling.max_tokens)
+            # Prompts sent together are requests of their own: with a seed, each is answered as if it had been sent alone.
+            prompt_id = RequestId(request_id if len(prompts) == 1 else f"{request_id}-{number}")
+            for choice_index in range(num_choices):
+                key = SequenceKey(prompt_id, choice_index)
+                request = GenerateRequest(key=key, prompt_token_ids=token_ids, sampling=sampling)
+                starts.append(self._start(request, options, prompt_param, arrived_at))
+        return CompletionResponse(
+            choices=Choices(starts),
+            reply=reply,
+            num_prompt_tokens=sum(map(len, prompts)),
+            is_stream=bool(options.stream),
+            includes_usage=includes_usage,
         )
-        self._generator.check_fits(num_prompt_tokens=len(token_ids), max_tokens=sampling.max_tokens)
-        request = GenerateRequest(key=SequenceKey(RequestId(completion_id)), prompt_token_ids=token_ids, sampling=sampling)
 
+    def _start(self, request: GenerateRequest, options: SamplingOptions, prompt_param: str, arrived_at: float) -> StartAnswer:
         async def start() -> Answer:
+            with clients_words(options, prompt_param):
+                generation = await self._generator.start(request)
             return Answer(
-                generation=await self._generator.start(request),
+                generation=generation,
                 tokenizer=self._tokenizer,
                 stops=options.stop or (),
-                num_prompt_tokens=len(token_ids),
+                min_tokens=request.sampling.min_tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
                 metrics=self._metrics,
                 clock=self._clock,
                 arrived_at=arrived_at,
             )
 
-        return CompletionResponse(
-            start=start, reply=reply, is_stream=bool(options.stream), includes_usage=options.includes_usage
-        )
-
-    async def _encode(self, text: str, *, prompt_param: str, add_special_tokens: bool) -> tuple[int, ...]:
-        max_model_len = self._generator.max_model_len
-        at_least = self._tokenizer.min_num_tokens(text)
-        if at_least > max_model_len:  # told without tokenising, which takes a second a megabyte
-            raise InvalidRequest(
-                f"The context window is {max_model_len} tokens, but the prompt has at least {at_least}; shorten it.",
-                param=prompt_param,
-                code="context_length_exceeded",
-            )
-        if len(text) <= _MAX_CHARS_ON_LOOP:
-            token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            token_ids = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        if not token_ids:
-            raise InvalidRequest(
-                f"{prompt_param} is empty, but must give this model at least one token.",
-                param=prompt_param,
-                code="invalid_value",
-            )
-        return token_ids
+        return start

@@ -11,8 +11,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from router.metrics import RouterMetrics
 
 
-def make_health_routes(*, metrics: RouterMetrics, missing_phases: Callable[[], Sequence[str]]) -> APIRouter:
-    """The three routes. ``missing_phases`` names the phases without a ready worker."""
+def make_health_routes(*, metrics: RouterMetrics, what_is_missing: Callable[[], Sequence[str]]) -> APIRouter:
+    """The three routes. ``what_is_missing`` names what keeps requests from being served, such as a phase without a worker."""
     routes = APIRouter()
 
     @routes.get("/health")
@@ -21,7 +21,7 @@ def make_health_routes(*, metrics: RouterMetrics, missing_phases: Callable[[], S
 
     @routes.get("/ready")
     async def ready() -> JSONResponse:
-        missing = list(missing_phases())
+        missing = list(what_is_missing())
         return JSONResponse({"missing": missing}, status_code=503 if missing else 200)
 
     @routes.get("/metrics")

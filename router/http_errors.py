@@ -64,8 +64,10 @@ def _own_error(error: TwinpoolError) -> HttpError:
             status = _STATUS_OF_CODE.get(error.code or "", 400)
             return HttpError(status=status, message=message, param=error.param, code=error.code)
         case NoCapacity():
-            retry_after = str(max(1, math.ceil(error.retry_after_s)))
-            return HttpError(status=503, message=message, code="no_capacity", headers={"retry-after": retry_after})
+            headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+            if error.is_queue_full:
+                return HttpError(status=429, message=message, code="queue_full", headers=headers)
+            return HttpError(status=503, message=message, code="no_capacity", headers=headers)
         case WorkerLost():
             return HttpError(status=502, message=message, code="worker_lost")
         case _:

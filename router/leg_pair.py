@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from router.background_tasks import BackgroundTasks
-from router.placement import NotNow, Placement, place, place_again
+from router.placement import NotNow, PageDemand, Placement, place, place_again
 from router.registered_worker import Leg, LegListener, RegisteredWorker
 from serving_core.errors import Refused, WorkerLost
 from serving_core.generate_request import GenerateRequest
@@ -33,23 +33,35 @@ class LegPair:
         self._workers = workers
         self._tasks = tasks
         self._listener = listener
+        self._avoided: set[RegisteredWorker] = set()
 
-    def take(self) -> Placement | NotNow:
-        """Book room for a sequence that has not begun, where placement says; nothing changes when there is none."""
+    @property
+    def is_holding(self) -> bool:
+        """Whether a worker still has something for the sequence."""
+        return self.decode is not None or self.prefill is not None
+
+    def take(self, demand: PageDemand) -> Placement | NotNow:
+        """Book room for a sequence that holds nothing, where placement says; nothing changes when there is none."""
+        assert not self.is_holding
         workers = self._workers()
-        placement = place([worker.load() for worker in workers], max_total_tokens=self._request.max_total_tokens)
-        return self._settle(placement, workers)
+        avoid = frozenset(worker.hello.worker_id for worker in workers if worker in self._avoided)
+        return self._settle(place([worker.load() for worker in workers], demand=demand, avoid=avoid), demand, workers)
 
-    def take_again(self) -> Placement | NotNow:
+    def take_again(self, demand: PageDemand) -> Placement | NotNow:
         """Book room for another attempt, keeping the legs that are left; nothing changes when there is none."""
         workers = self._workers()
         placement = place_again(
             [worker.load() for worker in workers],
-            max_total_tokens=self._request.max_total_tokens,
+            demand=demand,
             keep_decode=self.decode.worker.hello.worker_id if self.decode else None,
             keep_prefill=self.prefill.worker.hello.worker_id if self.prefill else None,
         )
-        return self._settle(placement, workers)
+        return self._settle(placement, demand, workers)
+
+    def rebook(self, demand: PageDemand) -> None:
+        """Book pages for ``demand`` on the decode worker, whether or not there is room: the sequence has grown already."""
+        if self.decode is not None:
+            self.decode.worker.rebook(self.decode, demand)
 
     def give_up(self, leg: Leg | None) -> None:
         """Free the leg's room here and on its worker. Idempotent, and never blocks."""
@@ -68,7 +80,26 @@ class LegPair:
         self.give_up(self.decode)
         self.give_up(self.prefill)
 
-    def _settle(self, placement: Placement | NotNow, workers: Sequence[RegisteredWorker]) -> Placement | NotNow:
+    def avoid(self, worker: RegisteredWorker) -> None:
+        """Give up what is on ``worker``, and from now on take this process only where there is no other."""
+        self._avoided.add(worker)
+        for leg in (self.decode, self.prefill):
+            if leg is not None and leg.worker is worker:
+                self.give_up(leg)
+
+    def avoid_both(self) -> None:
+        """The same for whatever workers there are."""
+        for leg in (self.decode, self.prefill):
+            if leg is not None:
+                self.avoid(leg.worker)
+
+    def avoid_nobody(self) -> None:
+        """Forget who was to be avoided."""
+        self._avoided.clear()
+
+    def _settle(
+        self, placement: Placement | NotNow, demand: PageDemand, workers: Sequence[RegisteredWorker]
+    ) -> Placement | NotNow:
         if isinstance(placement, NotNow):
             return placement
         by_id = {worker.hello.worker_id: worker for worker in workers}
@@ -76,15 +107,13 @@ class LegPair:
         decode, prefill = by_id[placement.decode], by_id[placement.prefill]
         if self.decode is None or self.decode.worker is not decode:
             self.give_up(self.decode)
-            num_tokens = self._request.max_total_tokens
-            leg = Leg(worker=decode, phase=PhaseName.DECODE, key=key, listener=self._listener, num_tokens=num_tokens)
+            leg = Leg(worker=decode, phase=PhaseName.DECODE, key=key, listener=self._listener, demand=demand)
             self.decode = decode.attach(leg)
         if self.prefill is None or self.prefill.worker is not prefill:
             self.give_up(self.prefill)
             num_tokens = self._request.num_prompt_tokens
             leg = Leg(worker=prefill, phase=PhaseName.PREFILL, key=key, listener=self._listener, num_prefill_tokens=num_tokens)
             self.prefill = prefill.attach(leg)
-        self.prefill.is_wanted = True
         return placement
 
 

@@ -19,8 +19,10 @@ _FINISH_REASONS = ("stop", "length", "abort", "error")
 _DECISIONS = (
     (Path.PAIR, Reason.TWO_POOLS),
     (Path.PAIR, Reason.RETRY),
+    (Path.PAIR, Reason.EVICTION),
     (Path.LOCAL, Reason.COLOCATED),
     (Path.LOCAL, Reason.RETRY),
+    (Path.LOCAL, Reason.EVICTION),
 )
 _FIRST_TOKEN_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from router.completion_service import CompletionService
 from router.openai_schemas import ChatCompletionBody, CompletionBody
-from router.request_body import parse_body, read_body
+from router.request_body import read_checked
 
 
 def make_openai_routes(service: CompletionService, *, model_name: str, created: int) -> APIRouter:
@@ -16,11 +16,11 @@ def make_openai_routes(service: CompletionService, *, model_name: str, created: 
 
     @routes.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await service.chat(parse_body(await read_body(request), ChatCompletionBody))
+        return await service.chat(await read_checked(request, ChatCompletionBody))
 
     @routes.post("/completions")
     async def completions(request: Request) -> Response:
-        return await service.complete(parse_body(await read_body(request), CompletionBody))
+        return await service.complete(await read_checked(request, CompletionBody))
 
     @routes.get("/models")
     async def list_models() -> dict[str, object]:

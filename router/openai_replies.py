@@ -2,55 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-Json = Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of one answer. Every sampled token counts, the end token and the one that completed a stop string too."""
-
-    num_prompt_tokens: int
-    num_completion_tokens: int
-
-    def as_json(self) -> Json:
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-        }
-
-
-class Reply(Protocol):
-    """One kind of completion, seen by the code that sends it."""
-
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> Json:
-        """The body of an answer that is not streamed."""
-
-    def opening_chunks(self) -> Sequence[Json]:
-        """What a stream begins with, before any text."""
-
-    def text_chunk(self, text: str) -> Json:
-        """The next piece of text."""
-
-    def closing_chunk(self, finish_reason: str) -> Json:
-        """The only chunk with a finish reason."""
-
-    def usage_chunk(self, usage: Usage) -> Json:
-        """The last chunk of a stream that includes usage."""
+from router.logprob_report import LogprobReport
+from router.reply import ChoiceText, Json, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Frame:
-    """What every object of one answer has in common. ``includes_usage`` gives each chunk the key, null but in the last."""
+class ReplyFrame:
+    """What every object of one answer has in common. ``includes_usage`` gives each chunk the key, null but in the last.
+    ``logprobs`` is None where the client wants none."""
 
     id: str
     model: str
     created: int
     includes_usage: bool
+    logprobs: LogprobReport | None
 
     def body(self, kind: str, choices: Sequence[Json], usage: Usage) -> Json:
         return {
@@ -70,51 +38,74 @@ class _Frame:
 class ChatReply:
     """chat.completion and chat.completion.chunk."""
 
-    def __init__(self, *, completion_id: str, model: str, created: int, includes_usage: bool) -> None:
-        self._frame = _Frame(id=completion_id, model=model, created=created, includes_usage=includes_usage)
+    def __init__(self, frame: ReplyFrame) -> None:
+        self._frame = frame
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> Json:
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-        return self._frame.body("chat.completion", [choice], usage)
+    def whole(self, choices: Sequence[tuple[ChoiceText, str]], usage: Usage) -> Json:
+        bodies = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text},
+                "logprobs": self._logprobs(choice),
+                "finish_reason": finish_reason,
+            }
+            for choice, finish_reason in choices
+        ]
+        return self._frame.body("chat.completion", bodies, usage)
 
-    def opening_chunks(self) -> Sequence[Json]:
-        return [self._delta({"role": "assistant", "content": ""}, None)]
+    def opening_chunks(self, num_choices: int) -> Sequence[Json]:
+        return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(num_choices)]
 
-    def text_chunk(self, text: str) -> Json:
-        return self._delta({"content": text}, None)
+    def text_chunk(self, choice: ChoiceText) -> Json:
+        return self._delta(choice.index, {"content": choice.text}, logprobs=self._logprobs(choice))
 
-    def closing_chunk(self, finish_reason: str) -> Json:
-        return self._delta({}, finish_reason)
+    def closing_chunk(self, choice: ChoiceText, finish_reason: str, usage: Usage) -> Json:
+        logprobs = self._logprobs(choice) if choice.tokens else None
+        return self._delta(choice.index, {}, logprobs=logprobs, finish_reason=finish_reason)
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._frame.chunk("chat.completion.chunk", [], usage)
 
-    def _delta(self, delta: Json, finish_reason: str | None) -> Json:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _delta(self, index: int, delta: Json, *, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._frame.chunk("chat.completion.chunk", [choice])
+
+    def _logprobs(self, choice: ChoiceText) -> Json | None:
+        return self._frame.logprobs.of_chat(choice.tokens) if self._frame.logprobs else None
 
 
 class TextReply:
-    """text_completion, which is called the same whole and in chunks."""
+    """text_completion, which is called the same whole and in chunks. ``echoes[i]`` is put in front of choice i."""
 
-    def __init__(self, *, completion_id: str, model: str, created: int, includes_usage: bool) -> None:
-        self._frame = _Frame(id=completion_id, model=model, created=created, includes_usage=includes_usage)
+    def __init__(self, frame: ReplyFrame, *, echoes: Sequence[str] = ()) -> None:
+        self._frame = frame
+        self._echoes = echoes
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> Json:
-        return self._frame.body("text_completion", [self._choice(text, finish_reason)], usage)
+    def whole(self, choices: Sequence[tuple[ChoiceText, str]], usage: Usage) -> Json:
+        echoes = self._echoes or [""] * len(choices)
+        bodies = [
+            self._choice(choice.index, echo + choice.text, logprobs=self._logprobs(choice), finish_reason=finish_reason)
+            for echo, (choice, finish_reason) in zip(echoes, choices, strict=True)
+        ]
+        return self._frame.body("text_completion", bodies, usage)
 
-    def opening_chunks(self) -> Sequence[Json]:
-        return []
+    def opening_chunks(self, num_choices: int) -> Sequence[Json]:
+        return [self._frame.chunk("text_completion", [self._choice(*echo)]) for echo in enumerate(self._echoes)]
 
-    def text_chunk(self, text: str) -> Json:
-        return self._frame.chunk("text_completion", [self._choice(text, None)])
+    def text_chunk(self, choice: ChoiceText) -> Json:
+        body = self._choice(choice.index, choice.text, logprobs=self._logprobs(choice))
+        return self._frame.chunk("text_completion", [body])
 
-    def closing_chunk(self, finish_reason: str) -> Json:
-        return self._frame.chunk("text_completion", [self._choice("", finish_reason)])
+    def closing_chunk(self, choice: ChoiceText, finish_reason: str, usage: Usage) -> Json:
+        logprobs = self._logprobs(choice) if choice.tokens else None
+        body = self._choice(choice.index, "", logprobs=logprobs, finish_reason=finish_reason)
+        return self._frame.chunk("text_completion", [body])
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._frame.chunk("text_completion", [], usage)
 
-    def _choice(self, text: str, finish_reason: str | None) -> Json:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(self, index: int, text: str, *, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, choice: ChoiceText) -> Json | None:
+        return self._frame.logprobs.of_text(choice.tokens) if self._frame.logprobs else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from router.admission import AdmissionQueue
 from router.background_tasks import BackgroundTasks
 from router.generation import Generation
 from router.request_life import DecisionCounter, RequestLife
+from router.retry_budget import RetryPolicy
 from router.worker_directory import WorkerDirectory
 from serving_core.errors import InvalidRequest, NoCapacity, WorkerLost
 from serving_core.generate_request import GenerateRequest
@@ -16,7 +19,7 @@ _STOPPING = "the server is stopping"
 
 class PairGenerator:
     """Starts lives and ends them together. ``max_model_len`` is the model's own window, for as long as no worker has told its
-    own. ``tasks`` holds each life and each release until it is done."""
+    own. ``tasks`` holds each life and each release until it is done. ``draw_jitter`` gives a number from 0 up to 1."""
 
     def __init__(
         self,
@@ -25,6 +28,8 @@ class PairGenerator:
         queue: AdmissionQueue,
         tasks: BackgroundTasks,
         decisions: DecisionCounter,
+        draw_jitter: Callable[[], float],
+        retry_policy: RetryPolicy | None = None,
         max_model_len: int | None = None,
         retry_after_s: float = 2.0,
     ) -> None:
@@ -32,6 +37,8 @@ class PairGenerator:
         self._queue = queue
         self._tasks = tasks
         self._decisions = decisions
+        self._draw_jitter = draw_jitter
+        self._retry_policy = retry_policy or RetryPolicy()
         self._max_model_len = max_model_len
         self._retry_after_s = retry_after_s
         self._is_draining = False
@@ -66,7 +73,7 @@ class PairGenerator:
             )
         if decode and not any(_can_hold(hello, num_prompt_tokens + max_tokens) for hello in decode):
             raise InvalidRequest(
-                f"The prompt's {num_prompt_tokens} tokens and max_tokens {max_tokens} together exceed the "
+                f"The prompt's {num_prompt_tokens} tokens and an answer of up to {max_tokens} together exceed the "
                 f"{max(map(_num_cache_tokens, decode))} tokens that the KV cache of a decode worker holds.",
                 param="max_tokens",
                 code="exceeds_kv_cache",
@@ -82,11 +89,18 @@ class PairGenerator:
             queue=self._queue,
             tasks=self._tasks,
             decisions=self._decisions,
+            retry_policy=self._retry_policy,
+            draw_jitter=self._draw_jitter,
             on_end=self._lives.discard,
         )
         self._lives.add(life)
         await life.open()
         return life
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new sequences are refused."""
+        return self._is_draining
 
     def begin_drain(self) -> None:
         """Refuse new sequences from now on; those accepted run to their end."""

@@ -12,10 +12,32 @@ from serving_core.worker_status import PhaseName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageDemand:
+    """What one sequence needs of a decode worker's pool, whatever its page size: ``num_tokens`` now, ``max_num_tokens`` at its
+    longest, and ``num_extra_pages`` to grow into after evictions."""
+
+    num_tokens: int
+    max_num_tokens: int
+    num_extra_pages: int = 0
+
+    def num_pages(self, page_size: int) -> int:
+        """Pages that the worker will reserve."""
+        return min(-(-self.num_tokens // page_size) + self.num_extra_pages, self.max_num_pages(page_size))
+
+    def num_booked_pages(self, page_size: int) -> int:
+        """Pages that nobody else should count on: the worker keeps one free for each sequence that may still grow."""
+        return min(self.num_pages(page_size) + 1, self.max_num_pages(page_size))
+
+    def max_num_pages(self, page_size: int) -> int:
+        return -(-self.max_num_tokens // page_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """One registered worker as placement sees it, by the router's own count of what it assigned.
 
-    ``can_take_work``: ready, and not held back after a refusal. Pages are of the worker's own pool and ``page_size`` tokens.
+    ``can_take_work``: ready, and not held back after a refusal. Pages are of the worker's own pool and ``page_size`` tokens;
+    ``num_free_pages`` is below zero where sequences have grown beyond the pool and some will have to go.
     ``num_queued_prefill_tokens``: prompt tokens assigned to it whose token 0 has not been seen.
     """
 
@@ -29,9 +51,9 @@ class WorkerLoad:
     num_queued_prefill_tokens: int
     max_prefill_tokens_per_step: int
 
-    def can_hold(self, num_tokens: int) -> bool:
-        """Whether a decode slot and pages for ``num_tokens`` are free."""
-        return self.num_running < self.max_num_seqs and -(-num_tokens // self.page_size) <= self.num_free_pages
+    def can_hold(self, demand: PageDemand) -> bool:
+        """Whether a decode slot and the pages for ``demand`` are free."""
+        return self.num_running < self.max_num_seqs and demand.num_pages(self.page_size) <= self.num_free_pages
 
     @property
     def can_start_at_once(self) -> bool:
@@ -48,6 +70,8 @@ class Reason(enum.Enum):
     """The decode worker has prefill mounted as well."""
     RETRY = "retry"
     """An earlier attempt of the same sequence failed."""
+    EVICTION = "eviction"
+    """The sequence had to leave a worker that ran out of pages."""
 
 
 class NotNow(enum.Enum):
@@ -69,42 +93,43 @@ class Placement:
     reason: Reason
 
 
-def place(loads: Sequence[WorkerLoad], *, max_total_tokens: int) -> Placement | NotNow:
-    """Where a sequence that has not begun should go.
+def place(loads: Sequence[WorkerLoad], *, demand: PageDemand, avoid: frozenset[WorkerId] = frozenset()) -> Placement | NotNow:
+    """Where a sequence that holds nothing should go.
 
-    A decode worker needs pages for prompt and answer at their longest; among those, the one with the fewest sequences, then
-    the most free pages. Its prefill worker must be able to start at once, since pages reserved earlier would lie idle.
+    A decode worker needs pages for ``demand``; among those, the one with the fewest sequences, then the most free pages.
+    Its prefill worker must be able to start at once, since pages reserved earlier would lie idle. Workers to ``avoid`` are
+    taken only where there is no other.
     """
     decoders = [load for load in loads if PhaseName.DECODE in load.phases and load.can_take_work]
     if not decoders:
         return NotNow.NO_DECODE_WORKER
     if not any(PhaseName.PREFILL in load.phases and load.can_take_work for load in loads):
         return NotNow.NO_PREFILL_WORKER
-    with_room = [load for load in decoders if load.can_hold(max_total_tokens)]
+    with_room = [load for load in decoders if load.can_hold(demand)]
     if not with_room:
         return NotNow.DECODE_FULL
-    for decode in sorted(with_room, key=_decode_preference):
-        prefill = _idlest(load for load in _prefill_candidates(decode, loads) if load.can_start_at_once)
+    for decode in sorted(with_room, key=lambda load: _decode_preference(load, avoid)):
+        prefill = _idlest((load for load in _prefill_candidates(decode, loads) if load.can_start_at_once), avoid)
         if prefill is not None:
             return _placement(decode, prefill)
     return NotNow.PREFILL_BUSY
 
 
 def place_again(
-    loads: Sequence[WorkerLoad], *, max_total_tokens: int, keep_decode: WorkerId | None, keep_prefill: WorkerId | None
+    loads: Sequence[WorkerLoad], *, demand: PageDemand, keep_decode: WorkerId | None, keep_prefill: WorkerId | None
 ) -> Placement | NotNow:
     """Where the next attempt of a sequence should go, staying with the workers that still hold something for it.
 
-    ``keep_decode`` and ``keep_prefill`` name the live workers of the attempt before, or None where that worker was lost. A
-    kept worker needs no fresh room and may be draining. A new prefill worker may be busy: the client has been waiting already,
-    and the decode pages are taken in any case.
+    ``keep_decode`` and ``keep_prefill`` name those workers, or are None where nothing is held. A kept worker needs no fresh
+    room and may be draining. A new prefill worker may be busy: the client has been waiting already, and the decode pages are
+    taken in any case.
     """
     by_id = {load.worker_id: load for load in loads}
     if keep_decode is not None:
         decoders = [by_id[keep_decode]]
     else:
         ready = (load for load in loads if PhaseName.DECODE in load.phases and load.can_take_work)
-        decoders = sorted((load for load in ready if load.can_hold(max_total_tokens)), key=_decode_preference)
+        decoders = sorted((load for load in ready if load.can_hold(demand)), key=_decode_preference)
     if not decoders:
         return NotNow.NO_DECODE_WORKER
     decode = decoders[0]
@@ -117,8 +142,8 @@ def place_again(
     return _placement(decode, prefill, reason=Reason.RETRY)
 
 
-def _decode_preference(load: WorkerLoad) -> tuple[int, int, WorkerId]:
-    return load.num_running, -load.num_free_pages, load.worker_id
+def _decode_preference(load: WorkerLoad, avoid: frozenset[WorkerId] = frozenset()) -> tuple[bool, int, int, WorkerId]:
+    return load.worker_id in avoid, load.num_running, -load.num_free_pages, load.worker_id
 
 
 def _prefill_candidates(decode: WorkerLoad, loads: Sequence[WorkerLoad]) -> list[WorkerLoad]:
@@ -127,8 +152,8 @@ def _prefill_candidates(decode: WorkerLoad, loads: Sequence[WorkerLoad]) -> list
     return [load for load in loads if PhaseName.PREFILL in load.phases and load.can_take_work]
 
 
-def _idlest(loads: Iterable[WorkerLoad]) -> WorkerLoad | None:
-    return min(loads, key=lambda load: (load.num_queued_prefill_tokens, load.worker_id), default=None)
+def _idlest(loads: Iterable[WorkerLoad], avoid: frozenset[WorkerId] = frozenset()) -> WorkerLoad | None:
+    return min(loads, key=lambda load: (load.worker_id in avoid, load.num_queued_prefill_tokens, load.worker_id), default=None)
 
 
 def _placement(decode: WorkerLoad, prefill: WorkerLoad, *, reason: Reason | None = None) -> Placement:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from router.placement import WorkerLoad
+from router.placement import PageDemand, WorkerLoad
 from serving_core.generate_request import GenerateRequest
 from serving_core.ids import SequenceKey
 from serving_core.page_state import PagesSnapshot
@@ -18,12 +18,15 @@ from serving_core.token_event import SequenceEvent
 from serving_core.transfer_ticket import TransferTicket
 from serving_core.worker_status import PhaseName, WorkerHello, WorkerStatus
 
+MAX_HOLD_S = 2.0
+"""A worker that turned something away is asked again after so many seconds at the latest."""
+
 
 class WorkerCalls(Protocol):
     """What a router asks of one worker process. Every call bounds its own time and raises ``Refused`` or ``WorkerLost``."""
 
-    async def reserve(self, request: GenerateRequest, attempt: int) -> TransferTicket:
-        """Reserve decode pages for the sequence at its longest."""
+    async def reserve(self, request: GenerateRequest, attempt: int, *, num_evictions: int) -> TransferTicket:
+        """Reserve decode pages for the prompt, the log and some growth, the more the more often it was evicted."""
 
     async def start(self, request: GenerateRequest, ticket: TransferTicket) -> None:
         """Queue the prompt for prefill."""
@@ -35,7 +38,8 @@ class WorkerCalls(Protocol):
         """A live picture of the worker's page pool."""
 
     async def close(self) -> None:
-        """Give the connection up; calls under way raise ``WorkerLost``. Idempotent."""
+        """Give the connection up: calls under way get a moment to end and then raise ``WorkerLost``, new ones do at once.
+        Idempotent."""
 
 
 class LegListener(Protocol):
@@ -51,7 +55,7 @@ class LegListener(Protocol):
 class Leg:
     """A claim on ``worker`` for ``key`` in ``phase``.
 
-    ``num_tokens`` is what pages are booked for (decode) and 0 for prefill, ``num_prefill_tokens`` the prompt still to be
+    ``demand`` is what pages are booked for (decode) and None for prefill, ``num_prefill_tokens`` the prompt still to be
     computed (prefill) and 0 for decode. ``attempt`` is the highest one that was sent to the worker, 0 when none was.
     """
 
@@ -62,16 +66,18 @@ class Leg:
         phase: PhaseName,
         key: SequenceKey,
         listener: LegListener,
-        num_tokens: int = 0,
+        demand: PageDemand | None = None,
         num_prefill_tokens: int = 0,
     ) -> None:
         self.worker = worker
         self.phase = phase
         self.key = key
         self.listener = listener
-        self.num_tokens = num_tokens
+        self.demand = demand
         self.num_prefill_tokens = num_prefill_tokens
         self.attempt = 0
+        self.is_accepted = False
+        """Whether the worker has agreed to it, so that its end frees something there."""
         self.is_wanted = True
         """Whether the lease on the worker is still to be renewed."""
         self.is_released = False
@@ -80,6 +86,11 @@ class Leg:
     def detach(self) -> None:
         """Give back the room booked on the worker and hear no more of it. Idempotent."""
         self.worker.detach(self)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages booked in the worker's pool."""
+        return self.demand.num_booked_pages(self.worker.hello.layout.page_size) if self.demand else 0
 
     def end_prefill(self) -> None:
         """Token 0 is there: the prompt no longer counts as queued."""
@@ -91,7 +102,15 @@ class Leg:
 class RegisteredWorker:
     """One connection of one incarnation. When it ends it is never used again: the same process coming back is a new one."""
 
-    def __init__(self, hello: WorkerHello, *, calls: WorkerCalls, registered_at: float, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        hello: WorkerHello,
+        *,
+        calls: WorkerCalls,
+        registered_at: float,
+        on_change: Callable[[], None],
+        max_hold_s: float = MAX_HOLD_S,
+    ) -> None:
         self.hello = hello
         self.calls = calls
         self.registered_at = registered_at
@@ -99,7 +118,9 @@ class RegisteredWorker:
         self.lost_at: float | None = None
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the connection has ended."""
-        self._is_held = False
+        self._max_hold_s = max_hold_s
+        self._hold: asyncio.TimerHandle | None = None
+        self._held_for: SequenceKey | None = None
         self._on_change = on_change
         self._legs: dict[tuple[SequenceKey, PhaseName], Leg] = {}
         self._num_booked_pages = 0
@@ -119,7 +140,7 @@ class RegisteredWorker:
         return WorkerLoad(
             worker_id=self.hello.worker_id,
             phases=self.hello.phases,
-            can_take_work=self.is_ready and not self._is_held,
+            can_take_work=self.is_ready and self._hold is None,
             page_size=self.hello.layout.page_size,
             num_free_pages=self.hello.num_pages - self._num_booked_pages,
             num_running=sum(leg.phase is PhaseName.DECODE for leg in legs),
@@ -137,23 +158,35 @@ class RegisteredWorker:
         assert leg.worker is self
         assert (leg.key, leg.phase) not in self._legs
         self._legs[leg.key, leg.phase] = leg
-        self._num_booked_pages += self.hello.layout.num_pages_for(leg.num_tokens)
+        self._num_booked_pages += leg.num_pages
         return leg
 
+    def rebook(self, leg: Leg, demand: PageDemand) -> None:
+        """Book pages for ``demand`` in place of what was booked for the leg; no room is asked for. A no-op once detached."""
+        if self._is_attached(leg):
+            self._num_booked_pages -= leg.num_pages
+            leg.demand = demand
+            self._num_booked_pages += leg.num_pages
+
     def detach(self, leg: Leg) -> None:
-        if self._legs.get((leg.key, leg.phase)) is leg:
+        if self._is_attached(leg):
             del self._legs[leg.key, leg.phase]
-            self._num_booked_pages -= self.hello.layout.num_pages_for(leg.num_tokens)
-            self._is_held = False
+            self._num_booked_pages -= leg.num_pages
+            if leg.is_accepted and leg.key != self._held_for:
+                self._lift_hold()
             self.tell_changed()
 
-    def hold(self) -> None:
-        """Give no new work until something changed here: the next status, or the end of one of its sequences."""
-        self._is_held = True
+    def hold(self, key: SequenceKey) -> None:
+        """Give no new work, since the worker has just turned ``key`` away, until something may have changed: the next status,
+        the end of another sequence that it had accepted, or ``max_hold_s`` at the latest."""
+        self._lift_hold()
+        if self.lost_at is None:
+            self._held_for = key
+            self._hold = asyncio.get_running_loop().call_later(self._max_hold_s, self._on_hold_end)
 
     def take_status(self, status: WorkerStatus) -> None:
         self.status = status
-        self._is_held = False
+        self._lift_hold()
         self.tell_changed()
 
     def take_event(self, event: SequenceEvent) -> None:
@@ -167,6 +200,7 @@ class RegisteredWorker:
         if self.lost_at is not None:
             return
         self.lost_at = now
+        self._lift_hold()
         self.gone.set_result(None)
         legs = list(self._legs.values())
         self._legs.clear()
@@ -177,3 +211,15 @@ class RegisteredWorker:
 
     def tell_changed(self) -> None:
         self._on_change()
+
+    def _is_attached(self, leg: Leg) -> bool:
+        return self._legs.get((leg.key, leg.phase)) is leg
+
+    def _on_hold_end(self) -> None:
+        self._lift_hold()
+        self.tell_changed()
+
+    def _lift_hold(self) -> None:
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = self._held_for = None

@@ -1,51 +1,48 @@
 """One sequence's life across the pair. Owns its two legs, its attempts and the tokens on their way to the client.
 
 1. wait for a turn; a placement books both legs                                  TURN
-2. Reserve on the decode worker, which answers with a ticket                     RESERVATION
-3. Start on the prefill worker, with that ticket                                 PREFILL_START
-4. token 0 from prefill (the early copy), then all tokens from decode            TOKENS
-5. finish reason, close or failure: both legs are released, once each            ENDED
+2. an attempt reserves on the decode worker and starts on the prefill worker     START
+3. token 0 from prefill (the early copy), then all tokens from decode            TOKENS
+4. finish reason, close or failure: both legs are released, once each            ENDED
 
-An attempt that fails before more than token 0 is known leads back to 1 (nobody has been told yet) or to 2, at once, on whatever
-workers are left; attempt + 1 fences the old one off. Knows neither text nor HTTP.
+An attempt that fails costs time only: after a PAUSE it leads back to 2 where a worker still holds something of the sequence,
+else to 1 and its old place in line. The next attempt takes along the tokens that are known, and fences this one off. What was
+evicted or turned away goes back to 1 at once. Knows neither text nor HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from router.admission import AdmissionQueue
+from router.attempt import Attempt
 from router.background_tasks import BackgroundTasks
 from router.generation import Path
 from router.leg_pair import LegPair
-from router.placement import NotNow
+from router.placement import NotNow, PageDemand, Placement, Reason
 from router.registered_worker import Leg, RegisteredWorker
+from router.retry_budget import RetryBudget, RetryPolicy
+from router.setback import Setback, SetbackKind
 from router.token_log import TokenLog, Verdict
-from serving_core.errors import InvalidRequest, RefusalCode, Refused, TwinpoolError, WorkerLost
+from serving_core.errors import InvalidRequest, TwinpoolError, WorkerLost
 from serving_core.generate_request import GenerateRequest
-from serving_core.token_event import FailureKind, SequenceEvent, TokenEvent
+from serving_core.token_event import FailureKind, SequenceEvent, SequenceEvicted, SequenceFailed, TokenEvent
 from serving_core.worker_status import PhaseName
 
-MAX_ATTEMPTS = 3
-
-_COMES_BACK = frozenset({RefusalCode.RESOURCE_EXHAUSTED, RefusalCode.DRAINING})
-"""Refusals that cost no attempt: the sequence stands in line again."""
-
-_T = TypeVar("_T")
+_MAX_DOUBLINGS = 30
 
 
 class LifeState(enum.Enum):
     """What a life is waiting for."""
 
     TURN = "turn"
-    RESERVATION = "reservation"
-    PREFILL_START = "prefill_start"
+    START = "start"
     TOKENS = "tokens"
+    PAUSE = "pause"
     ENDED = "ended"
 
 
@@ -71,6 +68,8 @@ class RequestLife:
         queue: AdmissionQueue,
         tasks: BackgroundTasks,
         decisions: DecisionCounter,
+        retry_policy: RetryPolicy,
+        draw_jitter: Callable[[], float],
         on_end: Callable[[RequestLife], None],
     ) -> None:
         self.request = request
@@ -81,17 +80,18 @@ class RequestLife:
         self._decisions = decisions
         self._on_end = on_end
         self._place_in_line = queue.draw_place()
-        self._attempt = 0
-        self._num_failures = 0
+        self._budget = RetryBudget(retry_policy, draw_jitter)
+        self._attempt: Attempt | None = None
+        self._num_attempts = 0
+        self._num_evictions = 0
+        self._why_again: Reason | None = None
         self.is_open = False
-        """Both legs have been on their way once: from then on nothing waits in line."""
-        self._is_handed_over = False
+        """Both legs have been on their way once, and the client has been told so."""
         self._log = TokenLog()
         # At most max_tokens events: a slow client costs memory here and never holds up the link.
         self._tokens: asyncio.Queue[TokenEvent | TwinpoolError | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[TwinpoolError | None] = loop.create_future()
-        self._setback: asyncio.Future[WorkerLost] = loop.create_future()
         self._runner: asyncio.Task[None] | None = None
 
     # -- the client's side ------------------------------------------------------------------------------------------------
@@ -129,45 +129,46 @@ class RequestLife:
     # -- the workers' side ------------------------------------------------------------------------------------------------
 
     def on_event(self, leg: Leg, event: SequenceEvent) -> None:
-        if event.attempt != self._attempt or self._setback.done():
-            return  # of an attempt that is fenced off, or that has failed already
+        attempt = self._attempt
+        if attempt is None or event.attempt != attempt.number or attempt.is_over:
+            return  # of an attempt that is fenced off, or that is over already
         if isinstance(event, TokenEvent):
-            self._on_token(leg, event)
-        elif leg.phase is PhaseName.DECODE or not self._is_handed_over:
-            self._set_back(
-                f"{leg.worker.hello.worker_id} gave it up, {event.message}", can_retry=event.kind is not FailureKind.INTERNAL
-            )
+            self._on_token(attempt, leg, event)
+        elif isinstance(event, SequenceEvicted):
+            attempt.set_back(SetbackKind.EVICTED, f"{leg.worker.hello.worker_id} gave its pages to older sequences")
+        elif leg.phase is PhaseName.DECODE or not attempt.is_handed_over:
+            self._on_failed(attempt, leg, event)
 
     def on_worker_lost(self, leg: Leg) -> None:
         self._legs.give_up(leg)
-        if leg.phase is PhaseName.DECODE or not self._is_handed_over:
-            self._set_back(f"{leg.phase.value} worker {leg.worker.hello.worker_id} was lost", can_retry=True)
+        if self._attempt is not None:
+            self._attempt.on_worker_lost(leg)
 
-    def _on_token(self, leg: Leg, event: TokenEvent) -> None:
+    def _on_token(self, attempt: Attempt, leg: Leg, event: TokenEvent) -> None:
         is_decodes_to_send = leg.phase is PhaseName.PREFILL and event.index > 0
         verdict = Verdict.WRONG if is_decodes_to_send else self._log.take(event)
         if verdict is Verdict.WRONG:
             seen = f"token {event.token_id} at index {event.index} where {len(self._log)} tokens were known"
-            self._set_back(f"{leg.worker.hello.worker_id} sent {seen}", can_retry=False)
+            self.fail(WorkerLost(f"The sequence was lost: {leg.worker.hello.worker_id} sent {seen}."))
             return
-        if (prefill := self._legs.prefill) is not None:
-            prefill.end_prefill()
-            # On the local path the early copy comes from the same worker: only what follows it is decode's word.
-            is_early_copy = leg.worker is prefill.worker and event.index == 0 and verdict is Verdict.NEXT
-            if leg.phase is PhaseName.DECODE and not is_early_copy:
-                self._is_handed_over = True
-                prefill.is_wanted = False
-        if verdict is Verdict.NEXT:
-            self._tokens.put_nowait(event)
-            if event.finish_reason is not None:
-                self._end(None)
+        attempt.on_token(leg, event)
+        if verdict is Verdict.KNOWN:
+            return
+        self._budget.restore()
+        self._legs.avoid_nobody()
+        self._legs.rebook(self._demand())
+        self._tokens.put_nowait(event)
+        if event.finish_reason is not None:
+            self._end(None)
 
-    def _set_back(self, message: str, *, can_retry: bool) -> None:
-        """This attempt is over; nothing more is taken from it."""
-        if not can_retry:
+    def _on_failed(self, attempt: Attempt, leg: Leg, event: SequenceFailed) -> None:
+        message = f"{leg.worker.hello.worker_id} gave it up, {event.message.rstrip('.')}"
+        if event.kind is FailureKind.INTERNAL:
             self.fail(WorkerLost(f"The sequence was lost: {message}."))
-        elif not self._setback.done():
-            self._setback.set_result(WorkerLost(message))
+            return
+        if leg.phase is PhaseName.DECODE:
+            self._legs.avoid(leg.worker)  # it holds nothing any more, while prefill keeps what it has computed
+        attempt.set_back(SetbackKind.FAILURE, message)
 
     # -- the life itself --------------------------------------------------------------------------------------------------
 
@@ -175,19 +176,7 @@ class RequestLife:
         try:
             await self._book_through_line()
             while True:
-                setback: Refused | WorkerLost
-                try:
-                    await self._start_attempt()
-                except (Refused, WorkerLost) as error:
-                    setback = error
-                else:
-                    self._tell_open(None)
-                    setback = await self._setback
-                self._check_can_go_on(setback)
-                if self.is_open:
-                    self._book_again(setback)
-                else:
-                    await self._book_through_line()
+                await self._book_after(await self._try())
         except TwinpoolError as error:
             self.fail(error)
         except asyncio.CancelledError:
@@ -196,86 +185,81 @@ class RequestLife:
             self.fail(WorkerLost(f"The router failed: {error!r}."))
             raise
 
+    async def _try(self) -> Setback:
+        """One attempt, until it is over; one that succeeds ends the life instead."""
+        self._num_attempts += 1
+        request = replace(self.request, output_token_ids=self._log.token_ids)
+        self._attempt = Attempt(self._num_attempts, request, num_evictions=self._num_evictions, legs=self._legs)
+        self.state = LifeState.START
+        if (setback := await self._attempt.start()) is not None:
+            return setback
+        self.state = LifeState.TOKENS
+        self._tell_open(None)
+        setback = await self._attempt.over
+        self._place_in_line = self._queue.renew_place(self._place_in_line)
+        return setback
+
+    async def _book_after(self, setback: Setback) -> None:
+        """Book room for the next attempt. Raises what the client gets when there must not be one, or no room in time."""
+        match setback.kind:
+            case SetbackKind.TOO_LARGE:
+                raise InvalidRequest(
+                    f"The request is too large: {setback.message}.", param="max_tokens", code="exceeds_kv_cache"
+                )
+            case SetbackKind.EVICTED:
+                # Its leg stays until it is back in line, else its pages would go to somebody behind it.
+                self._num_evictions += 1
+                self._why_again = Reason.EVICTION
+            case SetbackKind.FAILURE:
+                self._why_again = Reason.RETRY
+                await self._pause(setback)
+                if self._legs.is_holding and self._has_booked(self._legs.take_again(self._demand())):
+                    return
+        await self._book_through_line()
+
+    async def _pause(self, setback: Setback) -> None:
+        if self._attempt is not None and self._attempt.is_handed_over:
+            self._legs.give_up(self._legs.prefill)  # decode has it all, so nothing is left there
+        pause_s = self._budget.spend()
+        if pause_s is None:
+            num_failures = self._budget.num_failures
+            raise WorkerLost(
+                f"The sequence was lost: {setback.message}; it was tried {num_failures} times without a new token."
+            )
+        if self._budget.num_failures > 1:
+            self._legs.avoid_both()  # what is still held did not help the first time
+        self.state = LifeState.PAUSE
+        await asyncio.sleep(pause_s)
+
     async def _book_through_line(self) -> None:
-        self._legs.give_up_both()
         self.state = LifeState.TURN
-        await self._queue.wait_turn(self._place_in_line, self._try_book, is_returning=self._attempt > 0)
+        # Who waits holds nothing: two that wait for what the other holds would wait for ever.
+        await self._queue.wait_turn(
+            self._place_in_line, self._try_book, is_returning=self._num_attempts > 0, let_go=self._legs.give_up_both
+        )
 
     def _try_book(self) -> bool:
         if self.state is LifeState.ENDED:
             return True  # closed a moment ago: leave the line with nothing taken
-        placement = self._legs.take()
+        if self._legs.is_holding:
+            return False  # about to let go
+        return self._has_booked(self._legs.take(self._demand()))
+
+    def _has_booked(self, placement: Placement | NotNow) -> bool:
         if isinstance(placement, NotNow):
             return False
-        self.path, self.reason = placement.path, placement.reason.value
-        self._decisions.count_decision(self.path.value, self.reason)
+        reason = self._why_again or placement.reason
+        if not self.is_open:
+            self.path, self.reason = placement.path, reason.value
+        self._decisions.count_decision(placement.path.value, reason.value)
         return True
 
-    def _book_again(self, setback: Refused | WorkerLost) -> None:
-        """The next attempt of a sequence that the client has been told of: at once, or never."""
-        placement = self._legs.take_again()
-        if isinstance(placement, NotNow):
-            raise self._lost(setback, f"another attempt has nowhere to go: {placement.value}")
-        self._decisions.count_decision(placement.path.value, placement.reason.value)
-
-    async def _start_attempt(self) -> None:
-        """Reserve, then Start, under the next attempt. Raises ``Refused`` or ``WorkerLost``."""
-        decode, prefill = self._legs.decode, self._legs.prefill
-        if decode is None or prefill is None:
-            raise WorkerLost("a worker was lost before the sequence could be sent to it")
-        self._attempt += 1
-        self._setback = asyncio.get_running_loop().create_future()
-        self._is_handed_over = False
-        request = replace(self.request, output_token_ids=self._log.token_ids)
-        self.state = LifeState.RESERVATION
-        decode.attempt = self._attempt
-        ticket = await self._ask(decode, decode.worker.calls.reserve(request, self._attempt))
-        self.state = LifeState.PREFILL_START
-        prefill.attempt = self._attempt
-        await self._ask(prefill, prefill.worker.calls.start(request, ticket))
-        self.state = LifeState.TOKENS
-
-    async def _ask(self, leg: Leg, call: Coroutine[Any, Any, _T]) -> _T:
-        """The answer to ``call``, unless the attempt fails first."""
-        asking = asyncio.ensure_future(call)
-        either: set[asyncio.Future[Any]] = {asking, self._setback}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise self._setback.result()
-        finally:
-            if not asking.done():
-                asking.cancel()
-                with contextlib.suppress(asyncio.CancelledError, TwinpoolError):
-                    await asking
-        try:
-            return asking.result()
-        except (Refused, WorkerLost):
-            self._leave(leg)
-            raise
-
-    def _leave(self, leg: Leg) -> None:
-        """The leg's worker declined or did not answer: look elsewhere until something changes there."""
-        if self.is_open:
-            self._legs.give_up(leg)
-        else:
-            self._legs.give_up_both()
-        leg.worker.hold()  # last, since a leg that goes lifts a hold
-
-    def _check_can_go_on(self, setback: Refused | WorkerLost) -> None:
-        """Returns when another attempt may be made; raises what the client gets otherwise."""
-        if isinstance(setback, Refused) and setback.code is RefusalCode.TOO_LARGE:
-            raise InvalidRequest(f"The request is too large: {setback}.", param="max_tokens", code="exceeds_kv_cache")
-        if isinstance(setback, Refused) and setback.code in _COMES_BACK and not self.is_open:
-            return
-        self._num_failures += 1
-        if len(self._log) > 1:
-            raise self._lost(setback, f"{len(self._log)} tokens are out")
-        if self._num_failures >= MAX_ATTEMPTS:
-            raise self._lost(setback, f"this was attempt {self._attempt}")
-
-    def _lost(self, setback: Refused | WorkerLost, why_final: str) -> WorkerLost:
-        return WorkerLost(f"The sequence was lost: {setback}; {why_final}.")
+    def _demand(self) -> PageDemand:
+        return PageDemand(
+            num_tokens=self.request.num_prompt_tokens + len(self._log) + 1,
+            max_num_tokens=self.request.max_total_tokens,
+            num_extra_pages=1 << min(self._num_evictions, _MAX_DOUBLINGS) if self._num_evictions else 0,
+        )
 
     def _tell_open(self, error: TwinpoolError | None) -> None:
         self.is_open = self.is_open or error is None
@@ -288,6 +272,8 @@ class RequestLife:
         if self.state is LifeState.ENDED:
             return
         self.state = LifeState.ENDED
+        if self._attempt is not None:
+            self._attempt.stop_timer()
         self._on_end(self)
         self._tokens.put_nowait(error)  # behind the tokens: None ends an iteration that nothing else would end
         self._legs.give_up_both()

@@ -5,7 +5,9 @@ Life: 1. construct; 2. ``start_link``, and tell workers the address; 3. serve ``
 
 from __future__ import annotations
 
+import random
 import uuid
+from collections.abc import Callable
 
 import grpc.aio
 from fastapi import FastAPI
@@ -59,6 +61,7 @@ class Router:
         admin_key: str | None = None,
         clock: Clock | None = None,
         router_id: RouterId | None = None,
+        draw_jitter: Callable[[], float] = random.random,
     ) -> None:
         clock = clock or MonotonicClock()
         self.router_id = router_id or RouterId(uuid.uuid4().hex)
@@ -74,7 +77,12 @@ class Router:
         )
         self._metrics = RouterMetrics(model_name=model_name, workers=self._worker_metrics, num_waiting=lambda: len(queue))
         self._generator = PairGenerator(
-            directory=self._directory, queue=queue, tasks=self._tasks, decisions=self._metrics, max_model_len=max_model_len
+            directory=self._directory,
+            queue=queue,
+            tasks=self._tasks,
+            decisions=self._metrics,
+            draw_jitter=draw_jitter,
+            max_model_len=max_model_len,
         )
         self._link = LinkServer(
             directory=self._directory,
@@ -91,7 +99,7 @@ class Router:
             model_name=model_name,
             metrics=self._metrics,
             extra_routes=(
-                make_health_routes(metrics=self._metrics, missing_phases=self._directory.missing_phases),
+                make_health_routes(metrics=self._metrics, what_is_missing=self._what_is_missing),
                 make_admin_routes(directory=self._directory, clock=clock),
             ),
             api_key=api_key,
@@ -149,6 +157,10 @@ class Router:
         if self._server is not None:
             await self._server.stop(LINK_END_TIMEOUT_S)
         await self._tasks.join()
+
+    def _what_is_missing(self) -> list[str]:
+        missing = self._directory.missing_phases()
+        return [*missing, "a router that takes new requests: this one is draining"] if self._generator.is_draining else missing
 
     def _connect(self, hello: WorkerHello) -> WorkerClient:
         return WorkerClient(hello, router_id=self.router_id)

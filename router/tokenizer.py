@@ -1,7 +1,7 @@
-"""Text to token ids and token ids to bytes, built from a GGUF file's own tables. Knows no weights and no requests.
+"""Text to token ids and token ids to bytes, built from a model's own tables. Knows no weights and no requests.
 
 Built on ``tokenizers`` directly: 0.3 s with the default model, where ``transformers``' AutoTokenizer takes 7 s and imports
-torch. AutoTokenizer also splits by the GPT-2 pattern whatever the file's ``tokenizer.ggml.pre`` says. This module obeys it,
+torch. AutoTokenizer also splits by the GPT-2 pattern whatever a GGUF file's ``tokenizer.ggml.pre`` says. This module obeys it,
 so ids differ from AutoTokenizer's in places: after several white-space characters before a digit, around digits beyond ASCII.
 """
 
@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackEnd
 
-from router.byte_level_bpe import build_byte_level_bpe, byte_level_bytes
-from router.gguf_metadata import read_gguf_metadata
-from router.sentencepiece_bpe import build_sentencepiece_bpe, sentencepiece_bytes
-from router.vocabulary import Vocabulary, read_vocabulary
-from serving_core.errors import InvalidRequest, ModelFileError
+from router.folder_tokenizer import read_folder_tokenizer
+from router.gguf_tokenizer import read_gguf_tokenizer
+from router.vocabulary import Vocabulary
+from serving_core.errors import InvalidRequest
 
 
 class Tokenizer:
@@ -81,21 +79,6 @@ class Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Build the tokenizer of a ``.gguf`` file. Raises ``ModelFileError``."""
-    metadata = read_gguf_metadata(path)
-    vocabulary = read_vocabulary(metadata)
-    model = metadata.require("tokenizer.ggml.model", str)
-    if model == "gpt2":
-        back_end, token_bytes = build_byte_level_bpe(metadata, vocabulary), byte_level_bytes(vocabulary)
-    elif model == "llama":
-        back_end, token_bytes = build_sentencepiece_bpe(metadata, vocabulary), sentencepiece_bytes(vocabulary)
-    else:
-        raise ModelFileError(f"{path} has a tokenizer of kind {model!r}, but only gpt2 and llama are supported.")
-    special_ids = vocabulary.special_ids
-    back_end.add_tokens(
-        [
-            AddedToken(vocabulary.texts[token_id], normalized=False, special=token_id in special_ids)
-            for token_id in vocabulary.added_ids
-        ]
-    )
-    return Tokenizer(vocabulary=vocabulary, back_end=back_end, token_bytes=token_bytes)
+    """The tokenizer of a ``.gguf`` file or of a Hugging Face folder. Raises ``ModelFileError``."""
+    parts = read_folder_tokenizer(path) if path.is_dir() else read_gguf_tokenizer(path)
+    return Tokenizer(vocabulary=parts.vocabulary, back_end=parts.back_end, token_bytes=parts.token_bytes)

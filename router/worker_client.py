@@ -44,8 +44,10 @@ class WorkerClient:
         self._prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self._worker = worker_pb2_grpc.WorkerStub(self._channel)
 
-    async def reserve(self, request: GenerateRequest, attempt: int) -> TransferTicket:
-        message = decode_pb2.ReserveRequest(router_id=self._router_id, request=request_to_pb(request), attempt=attempt)
+    async def reserve(self, request: GenerateRequest, attempt: int, *, num_evictions: int) -> TransferTicket:
+        message = decode_pb2.ReserveRequest(
+            router_id=self._router_id, request=request_to_pb(request), attempt=attempt, num_evictions=num_evictions
+        )
         try:
             reply = await self._answer(self._decode.Reserve(message, timeout=self._reserve_timeout_s))
         except TimeoutError:  # its turn did not come; what it may have granted meanwhile is the caller's to release
@@ -88,7 +90,8 @@ class WorkerClient:
 
     async def close(self) -> None:
         self._is_closed = True
-        await self._channel.close()
+        # A worker that only lost its link may still hear the releases that this caused.
+        await self._channel.close(self._release_timeout_s)
 
     async def _answer(self, call: Awaitable[_T]) -> _T:
         """The reply; ``TimeoutError`` past the deadline, ``WorkerLost`` for every other way of not getting one."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from router.background_tasks import BackgroundTasks
-from router.registered_worker import RegisteredWorker, WorkerCalls
+from router.registered_worker import MAX_HOLD_S, RegisteredWorker, WorkerCalls
 from serving_core.clock import Clock
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import Incarnation, WorkerId
@@ -56,9 +56,11 @@ class WorkerDirectory:
         dead_after_s: float,
         connect: Callable[[WorkerHello], WorkerCalls],
         tasks: BackgroundTasks,
+        max_hold_s: float = MAX_HOLD_S,
     ) -> None:
         self._clock = clock
         self._dead_after_s = dead_after_s
+        self._max_hold_s = max_hold_s
         self._connect = connect
         self._tasks = tasks
         self._entries: dict[WorkerId, WorkerEntry] = {}
@@ -108,7 +110,11 @@ class WorkerDirectory:
             )
         before = entry.worker
         entry.worker = RegisteredWorker(
-            hello, calls=self._connect(hello), registered_at=self._clock.now(), on_change=self._tell_changed
+            hello,
+            calls=self._connect(hello),
+            registered_at=self._clock.now(),
+            on_change=self._tell_changed,
+            max_hold_s=self._max_hold_s,
         )
         entry.role = hello.role
         entry.is_declared_dead = False

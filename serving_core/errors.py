@@ -97,11 +97,13 @@ class WorkerLost(TwinpoolError):
 
 
 class NoCapacity(TwinpoolError):
-    """Nothing can take the request in the time allowed. ``retry_after_s`` is a hint for the client."""
+    """Nothing can take the request in the time allowed. ``retry_after_s`` is a hint for the client; ``is_queue_full`` says that
+    it was turned away at once, because as many are waiting as may (HTTP 429 instead of 503)."""
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, retry_after_s: float, is_queue_full: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.is_queue_full = is_queue_full
 
 
 class PlacementFailed(TwinpoolError):

@@ -34,5 +34,5 @@ class GenerateRequest:
 
     @property
     def max_total_tokens(self) -> int:
-        """Prompt and answer together at their longest: what admission by worst case reserves for."""
+        """Prompt and answer together at their longest: what has to fit into a decode worker's pool."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens

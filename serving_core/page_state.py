@@ -2,7 +2,7 @@
 
 free -> used (one or more owners, counted) -> cached (prefix index, evictable) -> free
 prefill also:  used -> sending -> free
-decode also:   free -> reserved -> filling -> used
+decode also:   free -> reserved -> filling -> used, and free -> used where a sequence grows
 both:          filling -> quarantined -> free   where a posted receive was aborted
 The counts of all states always sum to the number of pages in the pool.
 """

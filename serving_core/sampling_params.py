@@ -8,6 +8,10 @@ from serving_core.errors import InvalidRequest
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+BANNING_BIAS = -100.0
+"""A ``logit_bias`` this low does not make a token unlikely: it rules the token out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +22,11 @@ class SamplingParams:
     count ``>= 1``; ``0 <= min_tokens <= max_tokens``; ``seed`` is an unsigned 64-bit number, drawn by the router when the
     client gave none; ``num_logprobs`` is None (none wanted) or how many alternatives are reported beside the chosen token.
     ``stop_token_ids`` end the sequence like the model's own end token; ``ignore_eos`` switches only the latter off.
+
+    ``0 <= min_p <= 1`` keeps the tokens at least that likely compared to the likeliest one (0: all). ``-2 <= presence_penalty,
+    frequency_penalty <= 2`` are taken off the logit of a token that the answer holds: once, and as often as it does. A
+    ``repetition_penalty`` (1: none) divides a positive logit and multiplies a negative one of each token in prompt or answer.
+    ``logit_bias`` holds (token id, bias), ids distinct, ``-100 <= bias <= 100``, added last.
     """
 
     max_tokens: int
@@ -29,6 +38,11 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
@@ -40,6 +54,25 @@ class SamplingParams:
         _require(all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids of at least 0")
         if self.num_logprobs is not None:
             _require(0 <= self.num_logprobs <= MAX_LOGPROBS, "logprobs", self.num_logprobs, f"between 0 and {MAX_LOGPROBS}")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "between 0 and 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2.0 <= getattr(self, name) <= 2.0, name, getattr(self, name), "between -2 and 2")
+        _require(
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+            "repetition_penalty",
+            self.repetition_penalty,
+            f"between {MIN_REPETITION_PENALTY} and {MAX_REPETITION_PENALTY:g}",
+        )
+        self._check_logit_bias()
+
+    def _check_logit_bias(self) -> None:
+        num_biases = len(self.logit_bias)
+        _require(num_biases <= MAX_LOGIT_BIASES, "logit_bias", f"{num_biases} entries", f"at most {MAX_LOGIT_BIASES} entries")
+        for token_id, bias in self.logit_bias:
+            _require(token_id >= 0, "logit_bias", token_id, "a map from ids of at least 0")
+            _require(-100.0 <= bias <= 100.0, "logit_bias", bias, "a map to biases between -100 and 100")
+        is_distinct = len({token_id for token_id, _ in self.logit_bias}) == num_biases
+        _require(is_distinct, "logit_bias", self.logit_bias, "a map with each id once")
 
     @property
     def is_greedy(self) -> bool:

@@ -31,7 +31,8 @@ class TokenLogprobs:
 class TokenEvent:
     """One generated token.
 
-    Invariants per (key, attempt): indexes are consecutive from 0; exactly one event, the last, carries a finish reason.
+    Invariants per (key, attempt): indexes are consecutive from 0, or from the last one of the log that the attempt began with;
+    exactly one event, the last, carries a finish reason, and it is beyond the log.
     An end token is reported as a token like any other, with ``finish_reason`` STOP; the router keeps it out of the text.
     Index 0 may arrive twice, from prefill (the early copy) and from decode: same token, dropped by index.
     """
@@ -66,4 +67,13 @@ class SequenceFailed:
     refusal: RefusalCode | None = None
 
 
-SequenceEvent = TokenEvent | SequenceFailed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceEvicted:
+    """A decode worker that ran out of pages took those of this sequence for an older one. Terminal for that attempt on that
+    worker, not for the request: another attempt goes on from the router's log."""
+
+    key: SequenceKey
+    attempt: int
+
+
+SequenceEvent = TokenEvent | SequenceFailed | SequenceEvicted

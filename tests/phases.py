@@ -22,7 +22,7 @@ from serving_core.generate_request import GenerateRequest
 from serving_core.ids import Incarnation, PageId, RequestId, ReservationId, RouterId, SequenceKey, WorkerId
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 from serving_core.sampling_params import SamplingParams
-from serving_core.token_event import SequenceEvent, SequenceFailed, TokenEvent, TokenLogprobs
+from serving_core.token_event import SequenceEvent, SequenceEvicted, SequenceFailed, TokenEvent, TokenLogprobs
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
 
 LAYOUT = KVPageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=4, dtype=KVDType.FLOAT32)
@@ -144,6 +144,10 @@ class RecordingSink:
     def failures(self) -> list[SequenceFailed]:
         return [event for event in self.events if isinstance(event, SequenceFailed)]
 
+    @property
+    def evictions(self) -> list[SequenceEvicted]:
+        return [event for event in self.events if isinstance(event, SequenceEvicted)]
+
 
 @dataclass
 class FakeHandoff:
@@ -223,6 +227,7 @@ class DecodeSide:
         num_pages: int = 16,
         max_num_seqs: int = 8,
         max_waiting: int = 16,
+        max_replay_tokens: int = 5,
         eos: frozenset[int] = frozenset(),
         name: str = "decode-0",
         incarnation: str = "d0",
@@ -247,6 +252,7 @@ class DecodeSide:
             lease_s=LEASE_S,
             max_num_seqs=max_num_seqs,
             max_waiting=max_waiting,
+            max_replay_tokens=max_replay_tokens,
             new_reservation_id=self._new_id,
         )
 
@@ -254,22 +260,22 @@ class DecodeSide:
         self._num_ids += 1
         return ReservationId(f"{self._incarnation}-{self._num_ids}")
 
-    def ask(self, request: GenerateRequest, attempt: int = 1) -> list[TransferTicket | Refused]:
+    def ask(self, request: GenerateRequest, attempt: int = 1, *, num_evictions: int = 0) -> list[TransferTicket | Refused]:
         """Reserve; the list gets the answers as they come."""
         answers: list[TransferTicket | Refused] = []
-        self.phase.reserve(request, attempt, ROUTER, answers.append)
+        self.phase.reserve(request, attempt, ROUTER, answers.append, num_evictions=num_evictions)
         return answers
 
-    def reserve(self, request: GenerateRequest, attempt: int = 1) -> TransferTicket:
+    def reserve(self, request: GenerateRequest, attempt: int = 1, *, num_evictions: int = 0) -> TransferTicket:
         """Reserve where there is room."""
-        (answer,) = self.ask(request, attempt)
+        (answer,) = self.ask(request, attempt, num_evictions=num_evictions)
         if isinstance(answer, Refused):
             raise answer
         return answer
 
-    def begin(self, request: GenerateRequest, attempt: int = 1) -> TransferTicket:
+    def begin(self, request: GenerateRequest, attempt: int = 1, *, num_evictions: int = 0) -> TransferTicket:
         """Reserve, deliver and commit as an honest prefill worker would."""
-        ticket = self.reserve(request, attempt)
+        ticket = self.reserve(request, attempt, num_evictions=num_evictions)
         self.phase.accept(prompt_segments(ticket, request))
         self.phase.commit(make_commit(ticket, next_token(request.prompt_token_ids)))
         return ticket

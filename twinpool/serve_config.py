@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from serving_core.errors import ConfigError
 from serving_core.worker_status import PhaseName
+from twinpool.cluster import AUTO, LOCAL
 from twinpool.engine_flags import EngineFlags, engine_flags_of
 from twinpool.model_source import ModelSource, find_model
 
@@ -22,7 +23,8 @@ _TRANSFERS_TO_COME = ("torch_distributed", "shared_memory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """One server. With ``is_colocated`` there is one worker with both phases and both worker counts are 0."""
+    """One server. With ``is_colocated`` there is one worker with both phases and both worker counts are 0. ``address`` is the
+    Ray cluster's: ``local``, ``auto`` or HOST:PORT."""
 
     model: ModelSource
     served_model_name: str
@@ -37,6 +39,7 @@ class ServeConfig:
     admin_key: str | None
     lease_s: float
     worker_wait_s: float
+    address: str
 
 
 def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
@@ -66,6 +69,7 @@ def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
         admin_key=flags.admin_key,
         lease_s=flags.lease_seconds,
         worker_wait_s=flags.worker_wait,
+        address=_address(flags.address),
     )
 
 
@@ -102,6 +106,15 @@ def _check_transfer(transfer: str) -> None:
         raise ConfigError(f"--transfer {transfer} is not there yet: use {' or '.join(_TRANSFERS)}")
     if transfer not in _TRANSFERS:
         raise ConfigError(f"--transfer {transfer!r} is unknown: use {' or '.join(_TRANSFERS)}")
+
+
+def _address(address: str) -> str:
+    if address in (LOCAL, AUTO):
+        return address
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not (port.isdecimal() and 0 < int(port) <= 65535):
+        raise ConfigError(f"--address is {address!r}, but must be {LOCAL}, {AUTO} or HOST:PORT of a Ray cluster")
+    return address
 
 
 def _check_range(name: str, value: float, smallest: float, largest: float) -> None:

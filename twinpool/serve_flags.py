@@ -14,8 +14,9 @@ DEFAULT_WORKER_WAIT_S = 30.0
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Declare them."""
-    parser.description = "Start a router, prefill workers and decode workers on this machine."
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="a known name or a .gguf file")
+    parser.description = "Start a router, prefill workers and decode workers."
+    kinds = "a known name, a .gguf file, a Hugging Face folder, or org/name on the Hugging Face Hub"
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=kinds)
     add_engine_flags(parser)
 
     pools = parser.add_argument_group("pools")
@@ -24,7 +25,17 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     pools.add_argument("--colocated", action="store_true", help="one worker with both phases instead of two pools")
     pools.add_argument("--transfer", default="auto", metavar="WAY", help="how KV pages travel: auto or grpc")
 
+    pools.add_argument(
+        "--address",
+        default="local",
+        metavar="CLUSTER",
+        help="Ray cluster: local (of its own), auto (the running one) or HOST:PORT",
+    )
+
     service = parser.add_argument_group("service")
+    service.add_argument(
+        "--config", metavar="FILE", help="YAML file with flags under the same names; what is given here wins over it"
+    )
     service.add_argument("--served-model-name", metavar="NAME", help="the name clients ask for (default: MODEL's)")
     service.add_argument("--host", default="127.0.0.1", help="address to listen on")
     service.add_argument("--port", type=int, default=DEFAULT_PORT, help="port to listen on, 0 for any free one")

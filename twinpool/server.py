@@ -15,20 +15,21 @@ import sys
 import time
 
 from llm_engine.model_config import ModelConfig
-from router.chat_template import read_chat_template
+from router.chat_template import ChatTemplate
 from router.router import Router
-from router.tokenizer import read_tokenizer
+from router.tokenizer import Tokenizer
 from serving_core.worker_status import Role
+from twinpool.cluster import LOCAL, Cluster, WorkerPlaces
 from twinpool.core_plan import CorePlan
 from twinpool.http_server import HttpServer, url_of
+from twinpool.joined_cluster import JoinedCluster
 from twinpool.local_cluster import LocalCluster
 from twinpool.process_cores import confine_process_tree
 from twinpool.serve_config import ServeConfig
 from twinpool.start_display import BarDisplay, LineDisplay
 from twinpool.stop_signals import StopSignals
 from twinpool.worker_pools import WorkerPools
-from twinpool.worker_spec import WorkerSpec
-from twinpool.worker_specs import make_worker_specs
+from twinpool.worker_specs import make_worker_specs, plan_node_cores
 
 DRAIN_TIMEOUT_S = 30.0
 HTTP_END_TIMEOUT_S = 2.0
@@ -39,20 +40,33 @@ _log = logging.getLogger(__name__)
 class Server:
     """One server, from its start to its end."""
 
-    def __init__(self, config: ServeConfig, model: ModelConfig, core_plan: CorePlan, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+        core_plan: CorePlan,
+        listener: socket.socket,
+    ) -> None:
         self._config = config
         self._model = model
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
         self._core_plan = core_plan
         self._listener = listener
-        self._cluster = LocalCluster()
+        self._cluster: Cluster = LocalCluster() if config.address == LOCAL else JoinedCluster(config.address)
         self._pools = WorkerPools(self._cluster, BarDisplay() if sys.stderr.isatty() else LineDisplay())
 
     async def run(self) -> None:
         """Serve until a signal. Raises ``TwinpoolError`` when a worker cannot start; nothing is left running either way."""
         signals = StopSignals()
-        num_workers = len(self._specs(""))
-        starting_cluster = asyncio.create_task(self._cluster.start(num_workers=num_workers))
-        router = await self._make_router()
+        expected = make_worker_specs(self._config, self._model, self._core_plan, ())
+        starting_cluster = asyncio.create_task(self._cluster.start(num_workers=len(expected)))
+        router = self._make_router()
+        for spec in expected:
+            router.expect(spec.worker_id, Role.of(spec.phases))
         http = HttpServer(router.app, self._listener)
         serving_http = asyncio.create_task(http.run())
         working = asyncio.create_task(self._run_workers(router, starting_cluster, signals))
@@ -73,12 +87,11 @@ class Server:
             await self._cluster.stop()
             await asyncio.gather(working, serving_http, return_exceptions=True)
 
-    async def _make_router(self) -> Router:
-        path = self._config.model.path
+    def _make_router(self) -> Router:
         return Router(
             model_name=self._config.served_model_name,
-            tokenizer=await asyncio.to_thread(read_tokenizer, path),
-            chat_template=await asyncio.to_thread(read_chat_template, path),
+            tokenizer=self._tokenizer,
+            chat_template=self._chat_template,
             max_model_len=self._model.max_model_len,
             lease_s=self._config.lease_s,
             worker_wait_s=self._config.worker_wait_s,
@@ -86,24 +99,22 @@ class Server:
             admin_key=self._config.admin_key,
         )
 
-    async def _run_workers(self, router: Router, starting_cluster: asyncio.Task[None], signals: StopSignals) -> None:
+    async def _run_workers(self, router: Router, starting_cluster: asyncio.Task[WorkerPlaces], signals: StopSignals) -> None:
         """Start the workers, then watch them until cancelled."""
         began_at = time.monotonic()
-        specs = self._specs(await router.start_link())
-        for spec in specs:
-            router.expect(spec.worker_id, Role.of(spec.phases))
-        await starting_cluster
+        places = await starting_cluster
         signals.install()  # Ray has its own by now, which print a stack trace
+        if places.num_cores is not None:
+            self._core_plan = plan_node_cores(self._config, places.num_cores)
+        link_address = await router.start_link(places.host)
+        specs = make_worker_specs(self._config, self._model, self._core_plan, (link_address,))
         # what runs by now, and whatever it starts, leaves decode's cores alone; an engine thread moves to them by itself
         confine_process_tree(self._core_plan.shared)
-        await self._pools.start(specs)
+        await self._pools.start(specs, places)
         await self._pools.wait_ready()
         await router.wait_ready()
         _log.info("ready after %.1f s: %s", time.monotonic() - began_at, ", ".join(spec.worker_id for spec in specs))
         await self._pools.watch()
-
-    def _specs(self, router_address: str) -> tuple[WorkerSpec, ...]:
-        return make_worker_specs(self._config, self._model, self._core_plan, (router_address,))
 
 
 async def _drain(router: Router, signals: StopSignals) -> None:

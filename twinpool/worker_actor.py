@@ -3,9 +3,11 @@ new incarnation. Ray is the starter and restarter; no token and no page passes t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 
+from twinpool.node_address import node_address
 from twinpool.worker_spec import WorkerSpec
 from twinpool.worker_thread import LoadProgress, WorkerThread
 
@@ -18,7 +20,8 @@ class WorkerActor:
 
     def __init__(self, spec: WorkerSpec) -> None:
         logging.basicConfig(level=logging.INFO, format=f"{spec.worker_id}: %(message)s")
-        self._thread = WorkerThread(spec)
+        # a restart may come up on another node
+        self._thread = WorkerThread(dataclasses.replace(spec, host=node_address()))
         self._thread.start()
 
     def watch_start(self) -> Iterator[LoadProgress]:

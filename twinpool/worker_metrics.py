@@ -68,7 +68,7 @@ def _plain_value(name: str, counts: WorkerCounts) -> float:
         names.NUM_REQUESTS_RUNNING: sum(status.num_running for status in counts.statuses),
         names.NUM_REQUESTS_WAITING: sum(status.num_waiting for status in counts.statuses),
         names.KV_CACHE_USAGE_PERC: 1 - counts.pages[PageState.FREE] / sum(counts.pages.values()),
-        names.NUM_PREEMPTIONS_TOTAL: 0,  # admission is by worst case, so nothing that runs is ever preempted
+        names.NUM_PREEMPTIONS_TOTAL: sum(counters.num_preemptions for counters in counts.counters),
         names.PROMPT_TOKENS_TOTAL: sum(counters.num_prompt_tokens for counters in counts.counters),
         names.GENERATION_TOKENS_TOTAL: sum(counters.num_generation_tokens for counters in counts.counters),
         names.KV_TRANSFER_BYTES_TOTAL: sum(counters.num_kv_bytes for counters in counts.counters)

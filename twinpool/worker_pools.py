@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from serving_core.errors import TwinpoolError
 from serving_core.ids import WorkerId
-from twinpool.local_cluster import LocalCluster
+from twinpool.cluster import Cluster, WorkerPlaces
 from twinpool.worker_actor import MAX_CONCURRENCY, WorkerActor
 from twinpool.worker_spec import WorkerSpec
 from twinpool.worker_thread import LoadProgress
@@ -35,16 +35,16 @@ class StartDisplay(Protocol):
 class WorkerPools:
     """Life: 1. ``start``; 2. ``wait_ready``; 3. ``watch`` for as long as the server runs; 4. ``stop``, after any of these."""
 
-    def __init__(self, cluster: LocalCluster, display: StartDisplay) -> None:
+    def __init__(self, cluster: Cluster, display: StartDisplay) -> None:
         self._cluster = cluster
         self._display = display
         self._actors: dict[WorkerId, Any] = {}
         self._started_at = time.monotonic()
 
-    async def start(self, specs: Sequence[WorkerSpec]) -> None:
+    async def start(self, specs: Sequence[WorkerSpec], places: WorkerPlaces) -> None:
         """Ask Ray for one actor a worker; returns before any of them has loaded."""
         self._started_at = time.monotonic()
-        await self._cluster.call(lambda: self._create_actors(specs))
+        await self._cluster.call(lambda: self._create_actors(specs, places))
 
     async def wait_ready(self) -> None:
         """Until every worker serves. Raises ``TwinpoolError`` when one cannot start."""
@@ -58,10 +58,16 @@ class WorkerPools:
         """Stop every worker and end its process, answering or not. Idempotent."""
         await self._cluster.call(self._stop_actors)
 
-    def _create_actors(self, specs: Sequence[WorkerSpec]) -> None:
+    def _create_actors(self, specs: Sequence[WorkerSpec], places: WorkerPlaces) -> None:
         import ray
 
-        actor_class = ray.remote(WorkerActor).options(num_cpus=0, max_restarts=-1, max_concurrency=MAX_CONCURRENCY)
+        actor_class = ray.remote(WorkerActor).options(
+            num_cpus=0,
+            resources=dict(places.resources),
+            scheduling_strategy="SPREAD",
+            max_restarts=-1,
+            max_concurrency=MAX_CONCURRENCY,
+        )
         for spec in specs:
             self._actors[spec.worker_id] = actor_class.remote(spec)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from llm_engine.memory_budget import num_pages_for_budget
+from llm_engine.memory_budget import check_step_budget, num_pages_for_budget
 from llm_engine.model_config import ModelConfig
 from serving_core.engine_config import EngineConfig
 from serving_core.errors import ConfigError
@@ -28,10 +28,21 @@ def plan_server_cores(config: ServeConfig, cores: Sequence[int]) -> CorePlan:
     )
 
 
+def plan_node_cores(config: ServeConfig, cores_per_worker: int) -> CorePlan:
+    """Cores of workers on nodes that others run: as many kernel threads as the node has cores for each, and nothing pinned."""
+    return CorePlan(
+        shared=(),
+        decode=((),) * (1 if config.is_colocated else config.num_decode_workers),
+        decode_threads=config.decode.threads or cores_per_worker,
+        prefill_threads=config.prefill.threads or cores_per_worker,
+    )
+
+
 def make_worker_specs(
     config: ServeConfig, model: ModelConfig, core_plan: CorePlan, router_addresses: Sequence[str]
 ) -> tuple[WorkerSpec, ...]:
-    """One spec a worker. Raises ``ConfigError`` for a window that the model does not have, or a KV cache too small for it."""
+    """One spec a worker. Raises ``ConfigError`` for a window that the model does not have, a KV cache too small for it, or a
+    step budget that suits neither."""
     decode = [_decode_engine(config, model, core_plan, cores) for cores in core_plan.decode]
     if config.is_colocated:
         # each phase keeps its own step budget: see EngineConfig
@@ -41,6 +52,8 @@ def make_worker_specs(
         prefill = _prefill_engine(config, model, core_plan)
         engines = [(f"prefill-{i}", frozenset({PhaseName.PREFILL}), prefill) for i in range(config.num_prefill_workers)]
         engines += [(f"decode-{i}", frozenset({PhaseName.DECODE}), engine) for i, engine in enumerate(decode)]
+    for _, phases, engine in engines:
+        _check_pages(engine, model, phases)
     return tuple(
         WorkerSpec(
             worker_id=WorkerId(worker_id),
@@ -69,8 +82,6 @@ def _engine(config: ServeConfig, flags: EngineFlags, model: ModelConfig, *, num_
     max_model_len = flags.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ConfigError(f"--max-model-len is {max_model_len}, but {config.model.name} was made for {model.max_model_len}")
-    layout = model.page_layout(page_size=flags.block_size, dtype=flags.dtype)
-    num_pages_for_budget(layout, flags.kv_cache_memory_bytes, max_model_len)  # raises when it does not fit
     return EngineConfig(
         dtype=flags.dtype,
         page_size=flags.block_size,
@@ -81,3 +92,13 @@ def _engine(config: ServeConfig, flags: EngineFlags, model: ModelConfig, *, num_
         num_threads=num_threads,
         lease_s=config.lease_s,
     )
+
+
+def _check_pages(engine: EngineConfig, model: ModelConfig, phases: frozenset[PhaseName]) -> None:
+    max_model_len = engine.max_model_len or model.max_model_len
+    layout = model.page_layout(page_size=engine.page_size, dtype=engine.dtype)
+    num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
+    if PhaseName.PREFILL in phases:
+        check_step_budget(
+            engine.max_num_batched_tokens, max_model_len=max_model_len, num_cache_tokens=num_pages * engine.page_size
+        )

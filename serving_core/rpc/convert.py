@@ -17,7 +17,15 @@ from serving_core.kv_page_layout import KVDType, KVPageLayout
 from serving_core.page_state import PageOwner, PageRecord, PagesSnapshot, PageState
 from serving_core.rpc.v1 import common_pb2, router_link_pb2, worker_pb2
 from serving_core.sampling_params import SamplingParams
-from serving_core.token_event import FailureKind, FinishReason, SequenceEvent, SequenceFailed, TokenEvent, TokenLogprobs
+from serving_core.token_event import (
+    FailureKind,
+    FinishReason,
+    SequenceEvent,
+    SequenceEvicted,
+    SequenceFailed,
+    TokenEvent,
+    TokenLogprobs,
+)
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
 from serving_core.worker_status import MetricFamily, MetricSample, PhaseName, WorkerHello, WorkerStatus
 
@@ -67,6 +75,11 @@ def sampling_to_pb(sampling: SamplingParams) -> common_pb2.SamplingParams:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         num_logprobs=sampling.num_logprobs,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=[common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
     )
 
 
@@ -82,6 +95,11 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         stop_token_ids=tuple(message.stop_token_ids),
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
     )
 
 
@@ -214,6 +232,8 @@ def event_to_pb(event: SequenceEvent) -> common_pb2.SequenceEvent:
             finish_reason=_FINISH_TO_PB[event.finish_reason] if event.finish_reason else common_pb2.FINISH_REASON_UNSPECIFIED,
         )
         return common_pb2.SequenceEvent(token=token)
+    if isinstance(event, SequenceEvicted):
+        return common_pb2.SequenceEvent(evicted=common_pb2.SequenceEvicted(key=key_to_pb(event.key), attempt=event.attempt))
     failed = common_pb2.SequenceFailed(
         key=key_to_pb(event.key),
         attempt=event.attempt,
@@ -236,6 +256,8 @@ def event_from_pb(message: common_pb2.SequenceEvent) -> SequenceEvent:
             logprobs=logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None,
             finish_reason=_FINISH_FROM_PB.get(token.finish_reason),
         )
+    if message.HasField("evicted"):
+        return SequenceEvicted(key=key_from_pb(message.evicted.key), attempt=message.evicted.attempt)
     if not message.HasField("failed"):
         raise BrokenContract("a sequence event of a kind this build does not know")
     failed = message.failed

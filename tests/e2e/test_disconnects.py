@@ -1,45 +1,49 @@
-"""Clients that leave at any moment leave nothing behind."""
+"""Clients that leave at any moment leave nothing behind: no page, and no memory."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-from contextlib import suppress
+from pathlib import Path
 
-import httpx
+import psutil
 import pytest
 
-from tests.e2e.server_process import ServerProcess, until
-from tests.e2e.streams import Stream, completion_body, http_client, run_stream
+from tests.e2e.conftest import SERVER_FLAGS
+from tests.e2e.disconnects import visit_and_leave
+from tests.e2e.server_process import ServerProcess, serving, until
+from tests.e2e.streams import completion_body, http_client
 
 pytestmark = pytest.mark.e2e
 
-NUM_REQUESTS = 100
-NUM_AT_ONCE = 10
-LONGEST_STAY_S = 1.5
+MAX_GROWTH_BYTES = 16 << 20
 
 
 async def test_100_disconnects_at_random_moments(server: ServerProcess) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    rng = random.Random(seed)
-    visits = [(rng.uniform(0, LONGEST_STAY_S), rng.randint(1, 600), rng.random() < 0.5) for _ in range(NUM_REQUESTS)]
     async with http_client(server.url) as client:
-        places = asyncio.Semaphore(NUM_AT_ONCE)
-
-        async def visit(stay_s: float, num_words: int, is_stream: bool) -> None:
-            async with places:
-                with suppress(TimeoutError, httpx.HTTPError):
-                    async with asyncio.timeout(stay_s):
-                        prompt = "word " * num_words
-                        if is_stream:
-                            await run_stream(client, Stream(), prompt, max_tokens=200, ignore_eos=True)
-                        else:
-                            body = completion_body(prompt, max_tokens=200, ignore_eos=True)
-                            await client.post("/v1/completions", json=body)
-
-        await asyncio.gather(*(visit(*each) for each in visits))
+        await visit_and_leave(client, 100, random.Random(seed))
         took_s = await until(server.is_at_rest, 5, f"all pages to be free or cached (seed {seed})")
         print(f"at rest after {took_s:.2f} s")
         answer = await client.post("/v1/completions", json=completion_body("Hello", max_tokens=4))
         assert answer.status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_500_disconnects_leave_no_memory(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    with serving(tmp_path / "log", *SERVER_FLAGS) as server:
+        pids = {"router": server.process.pid} | {name: worker["pid"] for name, worker in server.workers().items()}
+        processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+        async with http_client(server.url) as client:
+            await visit_and_leave(client, 200, rng)
+            await until(server.is_at_rest, 5, "all pages to be free or cached after 200")
+            before = {name: process.memory_info().rss for name, process in processes.items()}
+            await visit_and_leave(client, 300, rng)
+            took_s = await until(server.is_at_rest, 5, "all pages to be free or cached after 500")
+            growth = {name: process.memory_info().rss - before[name] for name, process in processes.items()}
+        print(f"at rest after {took_s:.2f} s; growth in MiB", {name: round(num / 2**20, 1) for name, num in growth.items()})
+        assert max(growth.values()) <= MAX_GROWTH_BYTES, growth

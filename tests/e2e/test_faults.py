@@ -18,7 +18,8 @@ from tests.e2e.streams import Stream, completion_body, http_client, run_stream
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 8
-END_TIMEOUT_S = 5.0
+NUM_TOKENS = 60
+LONG_PROMPT = "word " * 900
 RECOVERY_TIMEOUT_S = 30.0
 
 
@@ -43,22 +44,22 @@ async def assert_next_request_succeeds(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
 async def test_kill_9_of_a_worker(server: ServerProcess, worker_id: str) -> None:
-    # a killed prefill worker does not touch what decodes already, so those streams must be able to end in time
-    num_tokens = 400 if worker_id == "decode-0" else 24
     before = server.workers()[worker_id]
     async with http_client(server.url) as client:
-        # 1. eight streams are running
-        streams, tasks = await start_streams(client, num_tokens)
-        # 2. the worker dies
+        # 1. eight streams, undisturbed
+        _, tasks = await start_streams(client, NUM_TOKENS)
+        undisturbed = [(await task).text for task in tasks]
+        # 2. the same again; while they run, the worker dies
+        streams, tasks = await start_streams(client, NUM_TOKENS)
         server.signal_worker(worker_id, signal.SIGKILL)
-        _, pending = await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
-        assert not pending, f"{len(pending)} streams hang"
-        # 3. each has ended, by an error event or as it should
-        for stream in streams:
-            assert (stream.error is None) != (stream.finish_reason is None)
-        if worker_id == "decode-0":
-            assert all(stream.error is not None for stream in streams)
-        # 4. the next request waits for the new worker
+        killed_at = time.monotonic()
+        async with asyncio.timeout(RECOVERY_TIMEOUT_S):
+            await asyncio.gather(*tasks)
+        print(f"the streams ended {time.monotonic() - killed_at:.1f} s after the kill")
+        # 3. no client noticed more than a pause
+        assert [stream.error for stream in streams] == [None] * NUM_STREAMS
+        assert [stream.text for stream in streams] == undisturbed
+        # 4. the next request is served by the new worker
         await assert_next_request_succeeds(client)
     after = server.workers()[worker_id]
     assert after["state"] == "ready"
@@ -70,13 +71,13 @@ async def test_a_prefill_worker_frozen_while_it_pushes(server: ServerProcess) ->
     address = server.workers()["decode-0"]["address"]
     pid = server.workers()["prefill-0"]["pid"]
     refused = server.metric("twinpool:kv_writes_refused_total")
-
     async with http_client(server.url) as client:
-        # 1. a long prompt, whose first pages arrive while the next are computed
+        # 1. a long prompt, undisturbed and again; its first pages arrive while the next are computed
+        undisturbed = await run_stream(client, Stream(), LONG_PROMPT, max_tokens=8, ignore_eos=True)
         stream = Stream()
-        task = asyncio.create_task(run_stream(client, stream, "word " * 900, max_tokens=8, ignore_eos=True))
+        task = asyncio.create_task(run_stream(client, stream, LONG_PROMPT, max_tokens=8, ignore_eos=True))
         await until(lambda: read_pages(address).counts[PageState.FILLING] > 0, 30, "the first pages to arrive")
-        # 2. frozen for 20 s, well beyond its lease
+        # 2. frozen for 20 s; the router notices, and decode takes the attempt's pages back
         os.kill(pid, signal.SIGSTOP)
         try:
             await until(lambda: server.workers()["prefill-0"]["state"] != "ready", 10, "the router to notice")
@@ -84,14 +85,12 @@ async def test_a_prefill_worker_frozen_while_it_pushes(server: ServerProcess) ->
             await asyncio.sleep(20)
         finally:
             os.kill(pid, signal.SIGCONT)
-        # 3. its late writes are refused and counted
-        await until(
-            lambda: server.metric("twinpool:kv_writes_refused_total") > refused, 15, "a late write to be refused and counted"
-        )
-        # 4. the client was told, or served after all
-        async with asyncio.timeout(30):
+        # 3. awake, it writes into nothing: its late writes are refused, unless the news of its release comes first
+        async with asyncio.timeout(RECOVERY_TIMEOUT_S):
             await task
-        assert (stream.error is None) != (stream.finish_reason is None)
+        print(f"{server.metric('twinpool:kv_writes_refused_total') - refused:.0f} late writes were refused")
+        # 4. a new attempt gave the client what it would have got
+        assert (stream.error, stream.text) == (None, undisturbed.text)
         await assert_next_request_succeeds(client)
 
 
@@ -99,7 +98,7 @@ async def test_a_frozen_router(server: ServerProcess) -> None:
     addresses = [worker["address"] for worker in server.workers().values()]
     async with http_client(server.url) as client:
         # 1. eight streams hold pages
-        _, tasks = await start_streams(client, 900)
+        _, tasks = await start_streams(client, 250)
         assert not all(is_pool_at_rest(read_pages(address)) for address in addresses)
         # 2. the router freezes; its workers release everything within two leases
         os.kill(server.process.pid, signal.SIGSTOP)
@@ -112,8 +111,8 @@ async def test_a_frozen_router(server: ServerProcess) -> None:
                 )
         finally:
             os.kill(server.process.pid, signal.SIGCONT)
-        # 3. it wakes: every client is told, and the workers come back to it
-        async with asyncio.timeout(RECOVERY_TIMEOUT_S):
+        # 3. it wakes, the workers come back to it, and every stream goes on
+        async with asyncio.timeout(2 * RECOVERY_TIMEOUT_S):
             ended = await asyncio.gather(*tasks)
-        assert all(stream.error is not None for stream in ended)
+        assert [(stream.error, stream.finish_reason) for stream in ended] == [(None, "length")] * NUM_STREAMS
         await assert_next_request_succeeds(client)

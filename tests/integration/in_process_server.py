@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 from llm_engine.load_model import LoadedModel
 from router.chat_template import read_chat_template
@@ -59,9 +62,16 @@ class InProcessServer:
         """All of them at once, so that they share batches."""
         return list(await asyncio.gather(*map(self.generate, requests)))
 
-    async def assert_no_leaks(self) -> None:
-        """Every worker's pages are free again, at once or within a second."""
-        async with asyncio.timeout(1):
+    async def num_decisions(self, reason: str) -> int:
+        """How often a sequence was placed for ``reason``, as /metrics tells."""
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.router.app), base_url="http://router") as client:
+            text = (await client.get("/metrics")).text
+        counts = re.findall(rf'^twinpool:pd_decision_total\{{.*reason="{reason}".*\}} (\S+)$', text, re.MULTILINE)
+        return int(sum(map(float, counts)))
+
+    async def assert_no_leaks(self, *, within_s: float = 1.0) -> None:
+        """Every worker's pages are free again, at once or in this time."""
+        async with asyncio.timeout(within_s):
             for worker in self.workers.values():
                 pages = await worker.read_pages(False)
                 while pages.pages:

@@ -20,7 +20,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from llm_engine.load_model import read_model_config
+from llm_engine.open_checkpoint import read_model_config
 from serving_core.kv_page_layout import KVDType
 from tests.tiny_model import write_tiny_gguf
 from tests.unit.llm_engine.tiny_engine import TinyEngine

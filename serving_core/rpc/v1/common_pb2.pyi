@@ -126,6 +126,11 @@ class SamplingParams(google.protobuf.message.Message):
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     temperature: builtins.float
     top_p: builtins.float
@@ -134,8 +139,14 @@ class SamplingParams(google.protobuf.message.Message):
     min_tokens: builtins.int
     ignore_eos: builtins.bool
     num_logprobs: builtins.int
+    min_p: builtins.float
+    presence_penalty: builtins.float
+    frequency_penalty: builtins.float
+    repetition_penalty: builtins.float
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def logit_bias(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogitBias]: ...
     def __init__(
         self,
         *,
@@ -148,16 +159,40 @@ class SamplingParams(google.protobuf.message.Message):
         ignore_eos: builtins.bool = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         num_logprobs: builtins.int | None = ...,
+        min_p: builtins.float = ...,
+        presence_penalty: builtins.float = ...,
+        frequency_penalty: builtins.float = ...,
+        repetition_penalty: builtins.float = ...,
+        logit_bias: collections.abc.Iterable[Global___LogitBias] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: typing_extensions.TypeAlias = typing.Literal["num_logprobs"]
     _WhichOneofArgType__num_logprobs: typing_extensions.TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
 
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
+
+@typing.final
+class LogitBias(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: builtins.int
+    BIAS_FIELD_NUMBER: builtins.int
+    token_id: builtins.int
+    bias: builtins.float
+    def __init__(
+        self,
+        *,
+        token_id: builtins.int = ...,
+        bias: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bias", b"bias", "token_id", b"token_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LogitBias: typing_extensions.TypeAlias = LogitBias
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
@@ -427,26 +462,52 @@ class SequenceFailed(google.protobuf.message.Message):
 Global___SequenceFailed: typing_extensions.TypeAlias = SequenceFailed
 
 @typing.final
+class SequenceEvicted(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    attempt: builtins.int
+    @property
+    def key(self) -> Global___SequenceKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___SequenceKey | None = ...,
+        attempt: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "key", b"key"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SequenceEvicted: typing_extensions.TypeAlias = SequenceEvicted
+
+@typing.final
 class SequenceEvent(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
+    EVICTED_FIELD_NUMBER: builtins.int
     @property
     def token(self) -> Global___TokenEvent: ...
     @property
     def failed(self) -> Global___SequenceFailed: ...
+    @property
+    def evicted(self) -> Global___SequenceEvicted: ...
     def __init__(
         self,
         *,
         token: Global___TokenEvent | None = ...,
         failed: Global___SequenceFailed | None = ...,
+        evicted: Global___SequenceEvicted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["event", b"event", "failed", b"failed", "token", b"token"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["event", b"event", "evicted", b"evicted", "failed", b"failed", "token", b"token"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["event", b"event", "failed", b"failed", "token", b"token"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["event", b"event", "evicted", b"evicted", "failed", b"failed", "token", b"token"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["token", "failed"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["token", "failed", "evicted"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

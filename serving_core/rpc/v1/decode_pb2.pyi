@@ -24,8 +24,11 @@ class ReserveRequest(google.protobuf.message.Message):
     ROUTER_ID_FIELD_NUMBER: builtins.int
     REQUEST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    NUM_EVICTIONS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     attempt: builtins.int
+    num_evictions: builtins.int
+    """how often the sequence was evicted so far, anywhere: each time it gets more room to grow"""
     @property
     def request(self) -> serving_core.rpc.v1.common_pb2.GenerateRequest: ...
     def __init__(
@@ -34,10 +37,11 @@ class ReserveRequest(google.protobuf.message.Message):
         router_id: builtins.str = ...,
         request: serving_core.rpc.v1.common_pb2.GenerateRequest | None = ...,
         attempt: builtins.int = ...,
+        num_evictions: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["request", b"request"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "request", b"request", "router_id", b"router_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "num_evictions", b"num_evictions", "request", b"request", "router_id", b"router_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReserveRequest: typing_extensions.TypeAlias = ReserveRequest

@@ -55,8 +55,9 @@ class DecodeServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Reserve(self, request, context):
-        """Reserves pages for the sequence at its longest. Waits its turn in a short bounded list; the caller's deadline bounds the
-        wait. A higher attempt of the same key renews the reservation's fence; a lower one is refused.
+        """Reserves pages for the prompt, the log and what comes next; more are taken as the sequence grows. Waits its turn in a short
+        bounded list; the caller's deadline bounds the wait. A higher attempt of the same key renews the reservation's fence; a
+        lower one is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

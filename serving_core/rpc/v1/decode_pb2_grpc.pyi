@@ -26,8 +26,9 @@ class DecodeStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> DecodeAsyncStub: ...
     Reserve: grpc.UnaryUnaryMultiCallable[serving_core.rpc.v1.decode_pb2.ReserveRequest, serving_core.rpc.v1.decode_pb2.ReserveReply]
-    """Reserves pages for the sequence at its longest. Waits its turn in a short bounded list; the caller's deadline bounds the
-    wait. A higher attempt of the same key renews the reservation's fence; a lower one is refused.
+    """Reserves pages for the prompt, the log and what comes next; more are taken as the sequence grows. Waits its turn in a short
+    bounded list; the caller's deadline bounds the wait. A higher attempt of the same key renews the reservation's fence; a
+    lower one is refused.
     """
     Commit: grpc.UnaryUnaryMultiCallable[serving_core.rpc.v1.decode_pb2.CommitRequest, serving_core.rpc.v1.decode_pb2.CommitReply]
     """Claims that every page of the attempt was sent. Idempotent by (reservation, attempt)."""
@@ -38,8 +39,9 @@ class DecodeStub:
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Reserve: grpc.aio.UnaryUnaryMultiCallable[serving_core.rpc.v1.decode_pb2.ReserveRequest, serving_core.rpc.v1.decode_pb2.ReserveReply]  # type: ignore[assignment]
-    """Reserves pages for the sequence at its longest. Waits its turn in a short bounded list; the caller's deadline bounds the
-    wait. A higher attempt of the same key renews the reservation's fence; a lower one is refused.
+    """Reserves pages for the prompt, the log and what comes next; more are taken as the sequence grows. Waits its turn in a short
+    bounded list; the caller's deadline bounds the wait. A higher attempt of the same key renews the reservation's fence; a
+    lower one is refused.
     """
     Commit: grpc.aio.UnaryUnaryMultiCallable[serving_core.rpc.v1.decode_pb2.CommitRequest, serving_core.rpc.v1.decode_pb2.CommitReply]  # type: ignore[assignment]
     """Claims that every page of the attempt was sent. Idempotent by (reservation, attempt)."""
@@ -53,8 +55,9 @@ class DecodeServicer(metaclass=abc.ABCMeta):
         request: serving_core.rpc.v1.decode_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> typing.Union[serving_core.rpc.v1.decode_pb2.ReserveReply, collections.abc.Awaitable[serving_core.rpc.v1.decode_pb2.ReserveReply]]:
-        """Reserves pages for the sequence at its longest. Waits its turn in a short bounded list; the caller's deadline bounds the
-        wait. A higher attempt of the same key renews the reservation's fence; a lower one is refused.
+        """Reserves pages for the prompt, the log and what comes next; more are taken as the sequence grows. Waits its turn in a short
+        bounded list; the caller's deadline bounds the wait. A higher attempt of the same key renews the reservation's fence; a
+        lower one is refused.
         """
 
     @abc.abstractmethod

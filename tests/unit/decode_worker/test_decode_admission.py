@@ -21,20 +21,20 @@ def code_of(call: Callable[[], object]) -> RefusalCode:
     return refused.value.code
 
 
-def test_the_worst_case_is_reserved_and_no_more() -> None:
+def test_prompt_and_a_token_more_are_reserved() -> None:
     decode = DecodeSide()
-    ticket = decode.reserve(make_request(6, max_tokens=5))
-    assert decode.pool.counts()[PageState.RESERVED] == 3  # 11 tokens in pages of 4
+    ticket = decode.reserve(make_request(6, max_tokens=50))
+    assert decode.pool.counts()[PageState.RESERVED] == 2  # 7 tokens in pages of 4
     assert ticket.num_prompt_pages == 2
     assert ticket.attempt == 1
     assert ticket.lease_s == LEASE_S
     assert ticket.first_page == 0
 
 
-def test_the_window_bounds_the_worst_case() -> None:
-    decode = DecodeSide(num_pages=32)
-    decode.reserve(make_request(6, max_tokens=10_000))
-    assert decode.pool.counts()[PageState.RESERVED] == MAX_MODEL_LEN // 4
+def test_the_window_bounds_what_a_sequence_can_need() -> None:
+    DecodeSide(num_pages=MAX_MODEL_LEN // 4).reserve(make_request(6, max_tokens=10_000))
+    decode = DecodeSide(num_pages=MAX_MODEL_LEN // 4 - 1)
+    assert code_of(lambda: decode.reserve(make_request(6, max_tokens=10_000))) is RefusalCode.TOO_LARGE
 
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
@@ -42,7 +42,10 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     assert code_of(lambda: decode.reserve(make_request(6, max_tokens=5))) is RefusalCode.TOO_LARGE
     decode = DecodeSide(num_pages=64)
     assert code_of(lambda: decode.reserve(make_request(MAX_MODEL_LEN))) is RefusalCode.TOO_LARGE
-    assert decode.phase.counters.refusals == {RefusalCode.TOO_LARGE: 1}
+    log = tuple(range(4))
+    no_room = make_request(MAX_MODEL_LEN - 4, max_tokens=9, output_token_ids=log)
+    assert code_of(lambda: decode.reserve(no_room)) is RefusalCode.TOO_LARGE
+    assert decode.phase.counters.refusals == {RefusalCode.TOO_LARGE: 2}
     assert_no_leaks(decode.pool)
 
 
@@ -50,7 +53,7 @@ def test_the_same_attempt_gets_the_same_ticket() -> None:
     decode = DecodeSide()
     request = make_request()
     assert decode.reserve(request) is decode.reserve(request)
-    assert decode.pool.counts()[PageState.RESERVED] == 3
+    assert decode.pool.counts()[PageState.RESERVED] == 2
 
 
 def test_pages_are_granted_in_order_of_arrival_and_a_small_request_never_overtakes() -> None:
@@ -132,7 +135,7 @@ def test_withdrawing_one_of_two_callers_leaves_the_other_its_reservation() -> No
     decode.phase.reserve(make_request(), 1, ROUTER, second)
     decode.phase.withdraw(make_request().key, 1, first)
     decode.phase.withdraw(make_request().key, 1, first)
-    assert decode.pool.counts()[PageState.RESERVED] == 3
+    assert decode.pool.counts()[PageState.RESERVED] == 2
 
 
 def test_withdrawing_is_too_late_once_bytes_have_come_and_harmless_for_unknown_ids() -> None:
@@ -147,7 +150,7 @@ def test_withdrawing_is_too_late_once_bytes_have_come_and_harmless_for_unknown_i
     decode.phase.withdraw(request.key, 1, answer)
     decode.phase.withdraw(request.key, 7, answer)
     decode.phase.withdraw(make_request(name="unknown").key, 1, answer)
-    assert decode.pool.counts()[PageState.FILLING] == 3
+    assert decode.pool.counts()[PageState.FILLING] == 2
 
 
 def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_holds() -> None:
@@ -213,17 +216,29 @@ def test_an_attempt_that_ended_here_is_not_begun_again() -> None:
     assert decode.reserve(request, 4).attempt == 4
 
 
-@pytest.mark.parametrize(
-    ("attempt", "request_"),
-    [
-        (0, make_request()),
-        (1, make_request(output_token_ids=(1, 2))),
-    ],
-)
-def test_what_this_version_cannot_take_is_malformed(attempt: int, request_: object) -> None:
+def test_attempts_are_counted_from_one() -> None:
     decode = DecodeSide()
-    assert code_of(lambda: decode.reserve(request_, attempt)) is RefusalCode.MALFORMED  # type: ignore[arg-type]
+    assert code_of(lambda: decode.reserve(make_request(), 0)) is RefusalCode.MALFORMED
     assert_no_leaks(decode.pool)
+
+
+def test_those_whose_clients_have_tokens_wait_before_the_others_and_in_a_list_of_their_own() -> None:
+    decode = DecodeSide(num_pages=4, max_waiting=1)
+    # 1. All pages are taken; one of each kind waits, and no more may.
+    first = make_request(12, name="first", max_tokens=4)
+    decode.reserve(first)
+    fresh = decode.ask(make_request(name="fresh"))
+    back = decode.ask(make_request(name="back", output_token_ids=(1, 2)), 2)
+    assert (fresh, back) == ([], [])
+    for request in (make_request(name="more"), make_request(name="more", output_token_ids=(1, 2))):
+        (answer,) = decode.ask(request)
+        assert isinstance(answer, Refused)
+        assert answer.code is RefusalCode.RESOURCE_EXHAUSTED
+    # 2. Room for one: the one with a log is served first, though it came later.
+    decode.phase.abort(first.key, 1)
+    decode.step()
+    assert [type(answer) for answer in back] == [TransferTicket]
+    assert fresh == []
 
 
 def test_a_retry_with_another_prompt_is_malformed_and_changes_nothing() -> None:

@@ -43,11 +43,11 @@ def test_life_of_a_handed_over_sequence() -> None:
     decode = DecodeSide()
     # 1. Pages are reserved.
     ticket = decode.reserve(REQUEST)
-    assert decode.pool.counts()[PageState.RESERVED] == 3
+    assert decode.pool.counts()[PageState.RESERVED] == 2
     # 2. The first page arrives, the second in two segments.
     first, second = prompt_segments(ticket, REQUEST)
     decode.phase.accept([first])
-    assert decode.pool.counts()[PageState.FILLING] == 3
+    assert decode.pool.counts()[PageState.FILLING] == 2
     half = LAYOUT.page_bytes // 2
     decode.phase.accept([make_segment(ticket, 1, second.payload[half:], offset=half)])
     decode.phase.accept([make_segment(ticket, 1, second.payload[:half])])
@@ -56,7 +56,7 @@ def test_life_of_a_handed_over_sequence() -> None:
     assert decode.step() is None
     assert decode.sink.emits == []
     decode.phase.commit(make_commit(ticket, TOKEN, logprobs=TokenLogprobs(logprob=-1.5)))
-    assert decode.pool.counts()[PageState.USED] == 3
+    assert decode.pool.counts()[PageState.USED] == 2
     # 4. Its stream begins with index 0, copied from the commit, and ends by length.
     decode.run_out()
     events = decode.sink.tokens_of(REQUEST.key)
@@ -128,7 +128,7 @@ def test_unknown_reservations_create_no_state() -> None:
 
 def test_segments_outside_the_plan_are_refused_whole() -> None:
     decode = DecodeSide()
-    ticket = decode.reserve(REQUEST)
+    ticket = decode.reserve(REQUEST, num_evictions=1)
     before = memory(decode)
     good = prompt_segments(ticket, REQUEST)[0]
     too_far = make_segment(ticket, 2, b"\xff" * 32)  # the reservation's third page is for the answer
@@ -230,8 +230,9 @@ def test_lent_pages_are_filled_by_nobody_else() -> None:
     ticket = decode.reserve(REQUEST)
     pages = decode.phase.lend_pages(ticket)
     assert decode.phase.lend_pages(ticket) == pages
-    assert decode.pool.counts()[PageState.FILLING] == len(pages) == 3
+    assert decode.pool.counts()[PageState.FILLING] == len(pages) == 2
     assert code_of(lambda: decode.phase.accept(prompt_segments(ticket, REQUEST))) is RefusalCode.MALFORMED
+    assert code_of(lambda: decode.phase.commit(make_commit(ticket, TOKEN))) is RefusalCode.MALFORMED
     decode.phase.commit(replace(make_commit(ticket, TOKEN), num_bytes_sent=0))
     assert code_of(lambda: decode.phase.lend_pages(ticket)) is RefusalCode.MALFORMED
 

@@ -43,7 +43,7 @@ async def test_reserve_accept_commit_and_the_stream() -> None:
         request = make_request()
         reply = await worker.decode.Reserve(reserve_message(request), timeout=WAIT_S)
         ticket = convert.ticket_from_pb(reply.ticket)
-        assert (ticket.key, ticket.decode_address, reply.num_free_pages) == (request.key, worker.address, 13)
+        assert (ticket.key, ticket.decode_address, reply.num_free_pages) == (request.key, worker.address, 14)
         # 2. A commit before the pages.
         commit = decode_pb2.CommitRequest(
             commit=convert.commit_to_pb(make_commit(ticket, next_token(request.prompt_token_ids)))

@@ -6,12 +6,15 @@ import pytest
 
 from serving_core.clock import ManualClock
 from serving_core.errors import RefusalCode, Refused, WorkerLost
+from serving_core.generate_request import GenerateRequest
 from serving_core.page_state import PageState
 from serving_core.token_event import FailureKind, FinishReason
+from serving_core.transfer_ticket import TransferTicket
 from tests.pages import assert_no_leaks
 from tests.phases import (
     LEASE_S,
     DecodeSide,
+    FakeHandoff,
     PrefillSide,
     deliver,
     expected_tokens,
@@ -200,11 +203,11 @@ class Colocated:
 
 def test_the_local_path_copies_no_page_and_takes_no_second_set() -> None:
     worker = Colocated(num_pages=4)
-    request = make_request(11, max_tokens=5)  # its worst case is the whole pool
+    request = make_request(11, max_tokens=5)  # at its longest it needs the whole pool
     assert worker.prefill.admit_local(request, worker.decode.reserve(request))
     assert not worker.prefill.admit_local(request, worker.decode.reserve(request))
     worker.turn()
-    assert worker.pool.counts()[PageState.FILLING] == 4
+    assert worker.pool.counts()[PageState.FILLING] == 3
     worker.run_out()
     assert worker.decode.token_ids(request.key) == expected_tokens(request.prompt_token_ids, 5)
     assert worker.decode.phase.counters.num_kv_bytes == 0
@@ -289,6 +292,80 @@ def test_a_local_prompt_passes_one_that_waits_for_the_pages_it_holds() -> None:
     assert handoff.commit is not None
     deliver(worker.prefill, elsewhere, handoff)
     assert_no_leaks(worker.pool)
+
+
+def test_local_requests_without_end_do_not_starve_a_prompt_for_another_worker() -> None:
+    worker = Colocated(num_pages=6)
+    elsewhere = DecodeSide(worker.decode.clock, name="decode-1", incarnation="d1")
+    remote = make_request(17, name="remote", max_tokens=2)  # five pages
+    handoff: FakeHandoff | None = None
+    # 1. Two local requests at any time, and after a while a prompt that needs nearly the whole pool.
+    waiting: list[tuple[GenerateRequest, list[TransferTicket | Refused]]] = []
+    for turn in range(200):
+        worker.decode.clock.advance(0.001)
+        if len(waiting) < 2:
+            local = make_request(6, name=f"local{turn}", max_tokens=5)
+            waiting.append((local, worker.decode.ask(local)))
+        for local, answers in tuple(waiting):
+            if answers:
+                assert isinstance(answers[0], TransferTicket)
+                worker.prefill.admit_local(local, answers[0])
+                waiting.remove((local, answers))
+        if turn == 20:
+            handoff = worker.prefill.admit(remote, elsewhere.reserve(remote))
+        worker.turn()
+        if handoff is not None and handoff.commit is not None:
+            break
+    # 2. It had its turn, and those behind it have theirs.
+    assert handoff is not None
+    assert handoff.commit is not None
+    deliver(worker.prefill, elsewhere, handoff)
+    worker.run_out()
+    assert all(answers for _, answers in waiting)
+
+
+def test_prompts_for_another_worker_without_end_do_not_starve_a_reservation() -> None:
+    worker = Colocated(num_pages=6)
+    elsewhere = DecodeSide(worker.decode.clock, num_pages=64, name="decode-1", incarnation="d1")
+    answers: list[TransferTicket | Refused] = []
+    open_handoffs: list[FakeHandoff] = []
+    local = make_request(17, name="local", max_tokens=3)
+    for turn in range(200):
+        worker.decode.clock.advance(0.001)
+        # 1. Another prompt in each turn, delivered a little later.
+        remote = make_request(6, name=f"remote{turn}", max_tokens=2)
+        open_handoffs.append(worker.prefill.admit(remote, elsewhere.reserve(remote)))
+        if turn == 10:
+            answers = worker.decode.ask(local)
+            assert answers == []
+        worker.turn()
+        while len(open_handoffs) > 2 and open_handoffs[0].commit is not None:
+            deliver(worker.prefill, elsewhere, open_handoffs.pop(0))
+        elsewhere.run_out()
+        if answers:
+            break
+    # 2. The reservation had its turn.
+    assert isinstance(answers[0], TransferTicket)
+
+
+def test_a_prompt_that_leaves_the_line_holds_up_nobody() -> None:
+    worker = Colocated(num_pages=6)
+    elsewhere = DecodeSide(worker.decode.clock, name="decode-1", incarnation="d1")
+    held, remote, local = (
+        make_request(11, name="held", max_tokens=1),
+        make_request(17, name="remote"),
+        make_request(6, name="local"),
+    )
+    worker.decode.reserve(held)
+    worker.decode.clock.advance(0.001)
+    worker.prefill.admit(remote, elsewhere.reserve(remote))
+    worker.turn()
+    worker.decode.clock.advance(0.001)
+    answers = worker.decode.ask(local)
+    assert answers == []
+    worker.prefill.phase.abort(remote.key, 1)
+    worker.decode.step()
+    assert isinstance(answers[0], TransferTicket)
 
 
 def test_a_local_failed_commit_is_told() -> None:

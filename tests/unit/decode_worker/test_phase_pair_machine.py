@@ -1,6 +1,9 @@
-"""A prefill and a decode phase under any order of admissions, retries, aborts, lease ends, lost and delivered segments."""
+"""A prefill and a decode phase under any order of admissions, retries from any log, aborts, lease ends, evictions, lost and
+delivered segments."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -39,11 +42,12 @@ def check_code(refused: Refused, expected: set[RefusalCode]) -> None:
 
 
 class Wanted:
-    """One request as its router sees it."""
+    """One request as its router sees it. ``requests[a - 1]`` is how it was sent in attempt a: with the log of that moment."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.attempt = 0
+        self.requests: list[GenerateRequest] = []
         self.answers: list[tuple[int, TransferTicket | Refused]] = []
 
     @property
@@ -59,7 +63,7 @@ class PhasePairMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.decode = DecodeSide(self.clock, num_pages=10, max_num_seqs=3, max_waiting=2)
+        self.decode = DecodeSide(self.clock, num_pages=8, max_num_seqs=3, max_waiting=2, max_replay_tokens=3)
         self.prefill = PrefillSide(self.clock, num_pages=6, max_num_batched_tokens=5)
         self.colocated_prefill = PrefillSide(beside=self.decode, max_num_batched_tokens=5)
         self.wanted: list[Wanted] = []
@@ -80,23 +84,60 @@ class PhasePairMachine(RuleBasedStateMachine):
 
     def _reserve(self, wanted: Wanted) -> None:
         attempt = wanted.attempt
-        self.decode.phase.reserve(wanted.request, attempt, ROUTER, lambda answer: wanted.answers.append((attempt, answer)))
+        num_evictions = sum(event.key == wanted.request.key for event in self.decode.sink.evictions)
+        self.decode.phase.reserve(
+            wanted.request,
+            attempt,
+            ROUTER,
+            lambda answer: wanted.answers.append((attempt, answer)),
+            num_evictions=num_evictions,
+        )
+
+    def _has_heard_end(self, wanted: Wanted) -> bool:
+        return any(
+            event.key == wanted.request.key
+            and event.attempt == wanted.attempt
+            and (not isinstance(event, TokenEvent) or event.finish_reason is not None)
+            for event in self.decode.sink.events
+        )
+
+    def _begin_attempt(self, wanted: Wanted, num_logged: int) -> None:
+        """The next attempt, with at most ``num_logged`` of the tokens that came so far."""
+        sides = (self.decode, self.prefill, self.colocated_prefill)
+        events = [event for side in sides for event in side.sink.tokens_of(wanted.request.key)]
+        known = {event.index: event.token_id for event in events}
+        log = tuple(known[index] for index in sorted(known))[:num_logged]
+        if len(log) == wanted.request.sampling.max_tokens:
+            return  # it has ended
+        wanted.attempt += 1
+        wanted.request = replace(wanted.request, output_token_ids=log)
+        wanted.requests.append(wanted.request)
 
     @precondition(lambda self: len(self.wanted) < 8)
-    @rule(num_prompt_tokens=st.integers(1, 14), max_tokens=st.integers(1, 8))
+    @rule(num_prompt_tokens=st.integers(1, 10), max_tokens=st.integers(1, 20))
     def ask(self, num_prompt_tokens: int, max_tokens: int) -> None:
         name = f"r{len(self.wanted)}"
         wanted = Wanted(make_request(num_prompt_tokens, name=name, max_tokens=max_tokens))
         self.wanted.append(wanted)
-        wanted.attempt = 1
+        self._begin_attempt(wanted, 0)
         self._reserve(wanted)
 
     @precondition(lambda self: self.wanted)
-    @rule(number=st.integers(0, 7), is_new_attempt=st.booleans())
-    def ask_again(self, number: int, is_new_attempt: bool) -> None:
+    @rule(number=st.integers(0, 7), is_new_attempt=st.booleans(), num_logged=st.integers(0, 20))
+    def ask_again(self, number: int, is_new_attempt: bool, num_logged: int) -> None:
         wanted = self._pick(number)
-        wanted.attempt += is_new_attempt
-        self._reserve(wanted)
+        if is_new_attempt:
+            self._begin_attempt(wanted, num_logged)
+        if not self._has_heard_end(wanted):  # else no router repeats the attempt; after a lease nothing would remember it here
+            self._reserve(wanted)
+
+    @rule()
+    def resume_evicted(self) -> None:
+        """What routers do with the evicted, as far as their attempt is the newest."""
+        evicted = {(event.key, event.attempt) for event in self.decode.sink.evictions}
+        for wanted in self.wanted:
+            if (wanted.request.key, wanted.attempt) in evicted:
+                self.ask_again(self.wanted.index(wanted), is_new_attempt=True, num_logged=20)
 
     @precondition(lambda self: self.wanted)
     @rule(number=st.integers(0, 7), is_local=st.booleans())
@@ -126,6 +167,15 @@ class PhasePairMachine(RuleBasedStateMachine):
                 deliver(self.prefill, self.decode, handoff)
         if num_stages >= 4:
             self.run_decode_worker(2)
+
+    @precondition(lambda self: self.wanted)
+    @rule(num_turns=st.integers(1, 12))
+    def carry_all_on(self, num_turns: int) -> None:
+        """Undisturbed, so that sequences grow and the evicted come back."""
+        self.resume_evicted()
+        for number in range(len(self.wanted)):
+            self.carry_on(number, 3)
+        self.run_decode_worker(num_turns)
 
     @precondition(lambda self: self.wanted)
     @rule(number=st.integers(0, 7), back=st.integers(0, 1), is_prefill=st.booleans(), is_decode=st.booleans())
@@ -206,7 +256,7 @@ class PhasePairMachine(RuleBasedStateMachine):
 
     @invariant()
     def streams_are_right(self) -> None:
-        """Per attempt: indexes from 0 without a gap, the tokens of an undisturbed run, nothing after the end."""
+        """Per attempt: indexes from the last of its log without a gap, tokens of an undisturbed run, nothing after the end."""
         streams: dict[tuple[SequenceKey, int], list[TokenEvent]] = {}
         for event in self.decode.sink.events:
             if isinstance(event, TokenEvent):
@@ -216,10 +266,12 @@ class PhasePairMachine(RuleBasedStateMachine):
             expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
             for attempt in range(1, wanted.attempt + 1):
                 events = streams.get((request.key, attempt), [])
-                assert [event.index for event in events] == list(range(len(events)))
-                assert [event.token_id for event in events] == expected[: len(events)]
+                first = max(0, len(wanted.requests[attempt - 1].output_token_ids) - 1)
+                end = first + len(events)
+                assert [event.index for event in events] == list(range(first, end))
+                assert [event.token_id for event in events] == expected[first:end]
                 assert all(event.finish_reason is None for event in events[:-1])
-                is_whole = len(events) == len(expected)
+                is_whole = end == len(expected)
                 assert not events or is_whole == (events[-1].finish_reason is not None)
             for side in (self.prefill, self.colocated_prefill):
                 assert set(side.token_ids(request.key)) <= {expected[0]}

@@ -63,7 +63,7 @@ def test_every_supported_type_decodes(tensor_type: GGMLQuantizationType, tmp_pat
 
 
 def test_large_tensors_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm_engine.gguf_file._PIECE_ELEMENTS", 2 * ROW_LENGTH)
+    monkeypatch.setattr("llm_engine.gguf_file.PIECE_ELEMENTS", 2 * ROW_LENGTH)
     data = stored_bytes(GGMLQuantizationType.Q4_1)
     with GgufFile(write_one_tensor(tmp_path / "x.gguf", data, GGMLQuantizationType.Q4_1)) as file:
         pieces = list(file.iter_rows(file.tensors["x"]))

@@ -7,8 +7,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from llm_engine.load_model import load_model, read_model_config
+from llm_engine.load_model import load_model
 from llm_engine.model_config import ModelConfig
+from llm_engine.open_checkpoint import read_model_config
 from serving_core.errors import ModelFileError
 from serving_core.kv_page_layout import KVDType
 from tests.tiny_model import TINY_EOS_TOKEN_ID, write_tiny_gguf
@@ -27,9 +28,9 @@ def test_the_config_is_that_of_the_file(tmp_path: Path) -> None:
         head_dim=16,
         feed_forward_size=128,
         vocab_size=267,
+        num_tokens=267,
         max_model_len=512,
         rope_theta=10_000.0,
-        rope_factor=1.0,
         rms_norm_eps=float(np.float32(1e-5)),
         is_tied=False,
     )

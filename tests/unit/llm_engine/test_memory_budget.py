@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_engine.memory_budget import num_pages_for_budget
+from llm_engine.memory_budget import check_step_budget, num_pages_for_budget
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 
@@ -28,3 +28,19 @@ def test_a_budget_below_one_page_proposes_no_shorter_window() -> None:
         num_pages_for_budget(LAYOUT, LAYOUT.page_bytes - 1, 16)
     assert str(LAYOUT.page_bytes) in str(caught.value)
     assert "--max-model-len" not in str(caught.value)
+
+
+def test_a_step_budget_that_suits_window_and_cache_passes() -> None:
+    for max_num_batched_tokens in (8, 512, 10_000):
+        check_step_budget(max_num_batched_tokens, max_model_len=8192, num_cache_tokens=10_000)
+    check_step_budget(512, max_model_len=64, num_cache_tokens=64)  # the default is left alone by a small cache
+
+
+def test_a_step_budget_too_small_for_the_window_names_the_smallest() -> None:
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens is 1, .* 8192, would take 8192 steps; give at least 8\."):
+        check_step_budget(1, max_model_len=8192, num_cache_tokens=10_000)
+
+
+def test_a_step_budget_beyond_the_cache_names_the_largest() -> None:
+    with pytest.raises(ConfigError, match=r"holds 10000 tokens in all; give at most 10000, or a larger cache"):
+        check_step_budget(10_001, max_model_len=8192, num_cache_tokens=10_000)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llm_engine.logit_rules import Logits
 from llm_engine.philox import uniform
-from llm_engine.sampler import Logits, UnusableLogits, sample
+from llm_engine.sampler import UnusableLogits, sample
 from llm_engine.step_plan import SampleSpec
 
 GREEDY = SampleSpec(temperature=0.0, top_p=1.0, top_k=0, seed=0, choice_index=0, output_index=0)
@@ -90,6 +91,13 @@ def test_top_p_cuts_to_the_shortest_head_that_holds_it() -> None:
     assert tokens == {1, 3}
 
 
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
+    logits = np.log(np.array([0.1, 0.5, 0.15, 0.25])).astype(np.float32)
+    tokens = {sample(logits, replace(RANDOM, min_p=0.29, output_index=index)).token_id for index in range(300)}
+    assert tokens == {1, 2, 3}
+    assert {sample(logits, replace(RANDOM, min_p=1.0, output_index=index)).token_id for index in range(20)} == {1}
+
+
 def test_seed_choice_and_index_are_all_that_matters() -> None:
     logits = random_logits(4)
     spec = replace(RANDOM, seed=2**64 - 1, choice_index=3, output_index=17)
@@ -104,20 +112,24 @@ def test_seed_choice_and_index_are_all_that_matters() -> None:
     temperature=st.floats(0.01, 2.0),
     top_p=st.floats(0.001, 1.0),
     top_k=st.sampled_from([0, 1, 5, 511, 512, 513, 2999, 5000]),
+    min_p=st.sampled_from([0.0, 1e-9, 0.01, 0.5, 1.0]),
     scale=st.sampled_from([0.0, 0.1, 2.0, 20.0]),
     decimals=st.sampled_from([0, 1, 8]),
 )
 def test_the_short_way_equals_sorting_everything(
-    *, seed: int, temperature: float, top_p: float, top_k: int, scale: float, decimals: int
+    *, seed: int, temperature: float, top_p: float, top_k: int, min_p: float, scale: float, decimals: int
 ) -> None:
     logits = random_logits(seed, scale=scale, decimals=decimals)
-    spec = replace(RANDOM, seed=seed, temperature=temperature, top_p=top_p, top_k=top_k)
+    spec = replace(RANDOM, seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     assert sample(logits, spec).token_id == _by_sorting_everything(logits, spec)
 
 
 def _by_sorting_everything(logits: Logits, spec: SampleSpec) -> int:
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     highest = float(logits[order[0]])
+    if spec.min_p > 0.0:
+        threshold = np.float32(highest + spec.temperature * np.log(spec.min_p))
+        logits = np.where(logits >= threshold, logits, np.float32(-np.inf))
     weights = np.exp((logits[order].astype(np.float64) - highest) / spec.temperature)
     weights = weights[: spec.top_k] if spec.top_k else weights
     cumulative = np.cumsum(weights)

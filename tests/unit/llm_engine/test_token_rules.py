@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from llm_engine.token_rules import TokenRules
+from serving_core.generate_request import GenerateRequest
 from serving_core.token_event import FinishReason
 from tests.phases import make_request
 
@@ -42,21 +46,40 @@ def test_ignore_eos_leaves_stop_token_ids_in_force() -> None:
     request = make_request(stop_token_ids=(3,), ignore_eos=True, min_tokens=1)
     assert RULES.finish_reason(request, 1, EOS) is None
     assert RULES.finish_reason(request, 1, 3) is FinishReason.STOP
-    assert RULES.sample_spec(request, 0).banned_token_ids == (3,)
+    assert RULES.sample_spec(request, ()).banned_token_ids == (3,)
 
 
 def test_end_tokens_are_banned_and_end_nothing_before_min_tokens() -> None:
     request = make_request(min_tokens=2, stop_token_ids=(3,))
-    assert RULES.sample_spec(request, 0).banned_token_ids == (3, EOS)
-    assert RULES.sample_spec(request, 1).banned_token_ids == (3, EOS)
-    assert RULES.sample_spec(request, 2).banned_token_ids == ()
+    assert RULES.sample_spec(request, ()).banned_token_ids == (3, EOS)
+    assert RULES.sample_spec(request, (1,)).banned_token_ids == (3, EOS)
+    assert RULES.sample_spec(request, (1, 1)).banned_token_ids == ()
     assert RULES.finish_reason(request, 1, EOS) is None
     assert RULES.finish_reason(request, 2, EOS) is FinishReason.STOP
 
 
-def test_a_sample_spec_is_a_function_of_request_and_place() -> None:
+def request_with(**options: Any) -> GenerateRequest:
     request = make_request()
-    spec = RULES.sample_spec(request, 3)
-    assert spec == RULES.sample_spec(request, 3)
+    return replace(request, sampling=replace(request.sampling, **options))
+
+
+def test_a_sample_spec_is_a_function_of_the_request_and_the_answer_so_far() -> None:
+    request = request_with(logit_bias=((5, -1.0),), min_p=0.1)
+    spec = RULES.sample_spec(request, [4, 5, 4])
+    assert spec == RULES.sample_spec(request, (4, 5, 4))
     assert spec.output_index == 3
     assert spec.seed == request.sampling.seed
+    assert (spec.logit_bias, spec.min_p, spec.penalties) == (((5, -1.0),), 0.1, None)
+
+
+@pytest.mark.parametrize("option", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": -0.5}])
+def test_penalties_see_prompt_and_answer(option: dict[str, float]) -> None:
+    request = request_with(**option)
+    penalties = RULES.sample_spec(request, [4, 5]).penalties
+    assert penalties is not None
+    assert (penalties.prompt_token_ids, penalties.output_token_ids) == (request.prompt_token_ids, (4, 5))
+    assert (penalties.repetition, penalties.presence, penalties.frequency) == (
+        request.sampling.repetition_penalty,
+        request.sampling.presence_penalty,
+        request.sampling.frequency_penalty,
+    )

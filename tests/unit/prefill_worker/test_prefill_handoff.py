@@ -56,13 +56,26 @@ def _half_kept(prefill: PrefillSide) -> FakeHandoff:
     return handoff
 
 
+def _kept_unstarted(prefill: PrefillSide) -> FakeHandoff:
+    handoff = start(prefill)
+    prefill.end_handoff(handoff, Refused(RefusalCode.LEASE_EXPIRED, "The lease has ended."))
+    return handoff
+
+
 def _kept(prefill: PrefillSide) -> FakeHandoff:
     handoff = _sending(prefill)
     prefill.end_handoff(handoff, Refused(RefusalCode.UNKNOWN_RESERVATION, "Never heard of it."))
     return handoff
 
 
-STATES = {"queued": _queued, "half computed": _half_computed, "sending": _sending, "half kept": _half_kept, "kept": _kept}
+STATES = {
+    "queued": _queued,
+    "half computed": _half_computed,
+    "sending": _sending,
+    "kept unstarted": _kept_unstarted,
+    "half kept": _half_kept,
+    "kept": _kept,
+}
 in_every_state = pytest.mark.parametrize("state", STATES)
 
 
@@ -144,7 +157,7 @@ def test_the_end_of_the_lease_releases_from_every_state_and_is_told_once(state: 
     prefill.run_out()
     prefill.close_cancelled()
     (failure,) = prefill.sink.failures
-    is_kept = state in ("kept", "half kept")
+    is_kept = "kept" in state
     assert failure.kind is (FailureKind.HANDOFF if is_kept else FailureKind.LEASE_EXPIRED)
     assert prefill.phase.counters.num_leases_expired == 1
     assert_no_leaks(prefill.pool)

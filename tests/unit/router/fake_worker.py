@@ -37,7 +37,7 @@ from serving_core.rpc.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from serving_core.token_event import FailureKind, FinishReason, SequenceEvent, SequenceFailed, TokenEvent
+from serving_core.token_event import FailureKind, FinishReason, SequenceEvent, SequenceEvicted, SequenceFailed, TokenEvent
 from serving_core.transfer_ticket import TransferTicket
 from serving_core.worker_status import MetricFamily, PhaseName, WorkerHello, WorkerStatus
 
@@ -92,6 +92,7 @@ class SeenReserve:
     key: SequenceKey
     attempt: int
     output_token_ids: tuple[int, ...]
+    num_evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
     """Grants every Reserve and takes every Start unless told otherwise, and writes down what it is asked.
 
     ``refusals`` are used up first, one a Reserve; ``start_refusals`` likewise. While ``answers`` is cleared, no call but
-    Release is answered. ``on_start`` is called with each Start that is taken.
+    Release is answered. ``on_start`` is called with each Start that is taken, ``on_renewal`` with each renewal.
     """
 
     def __init__(self, worker_id: str, *phases: PhaseName, **hello_fields: Any) -> None:
@@ -121,6 +122,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
         self.refusals: list[RefusalCode] = []
         self.start_refusals: list[RefusalCode] = []
         self.on_start: Callable[[SeenStart], None] | None = None
+        self.on_renewal: Callable[[FakeWorker, frozenset[SequenceKey]], None] | None = None
         self.answers = asyncio.Event()
         self.answers.set()
         self.reserves: list[SeenReserve] = []
@@ -183,6 +185,9 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
         await self.hang_up()
         await self._server.stop(None)
 
+    def releases_of(self, key: SequenceKey) -> list[SeenRelease]:
+        return [release for release in self.releases if release.key == key]
+
     # -- what the test says ------------------------------------------------------------------------------------------------
 
     def token(self, key: SequenceKey, index: int, *, attempt: int = 1, last: bool = False, token_id: int | None = None) -> None:
@@ -193,6 +198,9 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
 
     def failed(self, key: SequenceKey, *, attempt: int = 1, kind: FailureKind = FailureKind.HANDOFF) -> None:
         self.emit(SequenceFailed(key=key, attempt=attempt, kind=kind, message="the way broke"))
+
+    def evict(self, key: SequenceKey, *, attempt: int = 1) -> None:
+        self.emit(SequenceEvicted(key=key, attempt=attempt))
 
     def emit(self, *events: SequenceEvent) -> None:
         step = router_link_pb2.StepEvents(events=[event_to_pb(event) for event in events])
@@ -213,7 +221,13 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:  # noqa: N802
         asked = request_from_pb(request.request)
-        self.reserves.append(SeenReserve(key=asked.key, attempt=request.attempt, output_token_ids=asked.output_token_ids))
+        seen = SeenReserve(
+            key=asked.key,
+            attempt=request.attempt,
+            output_token_ids=asked.output_token_ids,
+            num_evictions=request.num_evictions,
+        )
+        self.reserves.append(seen)
         await self._tell_seen()
         await self.answers.wait()
         if self.refusals:
@@ -276,6 +290,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
             while isinstance(message := await self._call.read(), router_link_pb2.RouterMessage):
                 if message.WhichOneof("message") == "renewal":
                     self.renewals.append(frozenset(map(key_from_pb, message.renewal.keys)))
+                    if self.on_renewal is not None:
+                        self.on_renewal(self, self.renewals[-1])
                     await self._tell_seen()
 
     async def _tell_seen(self) -> None:

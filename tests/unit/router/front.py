@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from fastapi import APIRouter, FastAPI
 from router.app import create_app
 from router.chat_template import ChatTemplate
 from serving_core.clock import ManualClock
+from serving_core.generate_request import GenerateRequest
 from serving_core.token_event import FinishReason
 from tests.unit.router.default_model import default_chat_template, default_tokenizer
 from tests.unit.router.scripted_generator import RecordedMetrics, Script, ScriptedGenerator
@@ -74,6 +75,8 @@ class Front:
 def make_front(
     script: Script | None = None,
     *,
+    script_of: Callable[[GenerateRequest], Script] | None = None,
+    model_name: str = MODEL,
     max_model_len: int = 512,
     max_total_tokens: int = 10**6,
     chat_template: ChatTemplate | None = None,
@@ -82,14 +85,17 @@ def make_front(
     admin_key: str | None = None,
 ) -> Front:
     generator = ScriptedGenerator(
-        script=script or answering("Hello there!"), max_model_len=max_model_len, max_total_tokens=max_total_tokens
+        script=script or answering("Hello there!"),
+        script_of=script_of,
+        max_model_len=max_model_len,
+        max_total_tokens=max_total_tokens,
     )
     metrics, clock, ids = RecordedMetrics(), ManualClock(), itertools.count(1)
     app = create_app(
         generator=generator,
         tokenizer=default_tokenizer(),
         chat_template=chat_template or default_chat_template(),
-        model_name=MODEL,
+        model_name=model_name,
         metrics=metrics,
         extra_routes=extra_routes,
         api_key=api_key,

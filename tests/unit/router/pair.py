@@ -13,6 +13,7 @@ from router.generation import Generation
 from router.link_server import LinkServer
 from router.metrics import RouterMetrics
 from router.pair_generator import PairGenerator
+from router.retry_budget import RetryPolicy
 from router.worker_client import WorkerClient
 from router.worker_directory import WorkerDirectory
 from serving_core.clock import MonotonicClock
@@ -21,9 +22,11 @@ from serving_core.ids import RouterId
 from serving_core.rpc.channel import make_server
 from serving_core.rpc.v1.router_link_pb2_grpc import add_RouterLinkServicer_to_server
 from serving_core.sampling_params import SamplingParams
-from tests.unit.router.fake_worker import make_key
+from serving_core.worker_status import PhaseName
+from tests.unit.router.fake_worker import FakeWorker, make_key
 
 LEASE_S = 0.3
+QUICK_RETRIES = RetryPolicy(max_attempts=3, first_pause_s=0.01, max_pause_s=0.02)
 
 
 @dataclass(kw_only=True)
@@ -47,7 +50,13 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def open_pair(
-    *, worker_wait_s: float = 5.0, max_waiting: int = 256, lease_s: float = LEASE_S, reserve_timeout_s: float = 5.0
+    *,
+    worker_wait_s: float = 5.0,
+    max_waiting: int = 256,
+    lease_s: float = LEASE_S,
+    reserve_timeout_s: float = 5.0,
+    max_hold_s: float = 30.0,
+    retry_policy: RetryPolicy = QUICK_RETRIES,
 ) -> AsyncIterator[Pair]:
     """Serves a link; at the end everything is stopped and nothing may be left."""
     clock = MonotonicClock()
@@ -60,12 +69,20 @@ async def open_pair(
             hello, router_id=router_id, reserve_timeout_s=reserve_timeout_s, release_timeout_s=0.5
         ),
         tasks=tasks,
+        max_hold_s=max_hold_s,
     )
     queue = AdmissionQueue(
         clock=clock, missing_phases=directory.missing_phases, worker_wait_s=worker_wait_s, max_waiting=max_waiting
     )
     metrics = RouterMetrics(model_name="tiny")
-    generator = PairGenerator(directory=directory, queue=queue, tasks=tasks, decisions=metrics)
+    generator = PairGenerator(
+        directory=directory,
+        queue=queue,
+        tasks=tasks,
+        decisions=metrics,
+        draw_jitter=lambda: 1.0,
+        retry_policy=retry_policy,
+    )
     link = LinkServer(directory=directory, router_id=router_id, model_name="tiny", model_print=None, lease_s=lease_s)
     server = make_server()
     add_RouterLinkServicer_to_server(link, server)
@@ -90,6 +107,30 @@ def make_request(request_id: str = "r", *, num_prompt_tokens: int = 6, max_token
         prompt_token_ids=tuple(range(1, num_prompt_tokens + 1)),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
     )
+
+
+class Pools:
+    """Makes workers, joins them, and ends them after the test."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._workers: list[FakeWorker] = []
+
+    async def add(self, worker_id: str, *phases: PhaseName, **hello_fields: object) -> FakeWorker:
+        worker = await FakeWorker(worker_id, *phases, **hello_fields).join(self._pair.address)
+        self._workers.append(worker)
+        return worker
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            await worker.die()
+
+
+async def settle(pair: Pair) -> None:
+    """Every life has ended and every release has been answered."""
+    async with asyncio.timeout(5):
+        await pair.generator.wait_idle()
+    pair.assert_no_leaks()
 
 
 async def collect(generation: Generation) -> list[int]:

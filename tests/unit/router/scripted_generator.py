@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.generation import Path
 from serving_core.errors import InvalidRequest
 from serving_core.generate_request import GenerateRequest
-from serving_core.token_event import FinishReason, TokenEvent
+from serving_core.token_event import FinishReason, TokenEvent, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,20 @@ class ScriptedGeneration:
                 attempt=1,
                 index=index,
                 token_id=token_id,
+                logprobs=self._logprobs(index, token_id),
                 finish_reason=script.finish_reason if is_last else None,
             )
         if script.hangs_after == len(script.token_ids):
             await asyncio.Event().wait()
         if script.error is not None:
             raise script.error
+
+    def _logprobs(self, index: int, token_id: int) -> TokenLogprobs | None:
+        """As many alternatives as were asked for: tokens from id 100 on, of which many are parts of characters."""
+        count = self._request.sampling.num_logprobs
+        if count is None:
+            return None
+        return TokenLogprobs(logprob=-0.5 - index, top=tuple((100 + rank, -1.0 - rank) for rank in range(count)))
 
     async def aclose(self) -> None:
         if self._script.is_release_slow:
@@ -65,9 +73,10 @@ class ScriptedGeneration:
 
 @dataclass
 class ScriptedGenerator:
-    """Plays ``script`` for every request."""
+    """Plays ``script`` for every request, or what ``script_of`` gives for it."""
 
     script: Script = field(default_factory=Script)
+    script_of: Callable[[GenerateRequest], Script] | None = None
     max_model_len: int = 512
     max_total_tokens: int = 512
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -80,16 +89,17 @@ class ScriptedGenerator:
 
     async def start(self, request: GenerateRequest) -> ScriptedGeneration:
         self.requests.append(request)
+        script = self.script_of(request) if self.script_of else self.script
         self.num_starting += 1
         try:
             await asyncio.sleep(0)
-            if self.script.hangs_in_start:
+            if script.hangs_in_start:
                 await asyncio.Event().wait()
-            if self.script.start_error is not None:
-                raise self.script.start_error
+            if script.start_error is not None:
+                raise script.start_error
         finally:
             self.num_starting -= 1
-        generation = ScriptedGeneration(self.script, request)
+        generation = ScriptedGeneration(script, request)
         self.generations.append(generation)
         return generation
 

@@ -31,7 +31,7 @@ async def pair() -> AsyncIterator[Pair]:
 async def http(pair: Pair) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     app.include_router(make_admin_routes(directory=pair.directory, clock=MonotonicClock(), pages_timeout_s=0.2))
-    app.include_router(make_health_routes(metrics=pair.metrics, missing_phases=pair.directory.missing_phases))
+    app.include_router(make_health_routes(metrics=pair.metrics, what_is_missing=pair.directory.missing_phases))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         yield client
 

@@ -111,6 +111,7 @@ async def test_full_line() -> None:
     with pytest.raises(NoCapacity, match="1 requests are waiting, which is the limit") as caught:
         await (await line.join("second"))
     assert caught.value.retry_after_s > 0
+    assert caught.value.is_queue_full
     line.free()
     await first
 
@@ -129,8 +130,9 @@ async def test_cancelled_waiters_leave_cleanly() -> None:
 
 async def test_no_worker_in_time_names_the_phase() -> None:
     line = Line(worker_wait_s=0.08, missing=["decode"])
-    with pytest.raises(NoCapacity, match=r"no ready decode worker came within 0\.1 s"):
+    with pytest.raises(NoCapacity, match=r"no ready decode worker came within 0\.1 s") as caught:
         await (await line.join("a"))
+    assert not caught.value.is_queue_full
     assert len(line.queue) == 0
 
 
@@ -164,3 +166,40 @@ async def test_the_wait_for_a_worker_begins_when_it_is_lost() -> None:
     line.queue.poke()
     with pytest.raises(NoCapacity, match="no ready prefill worker"):
         await task
+
+
+async def test_who_waits_anew_keeps_the_place_but_not_the_time() -> None:
+    clock = ManualClock()
+    line = Line(worker_wait_s=5.0, max_wait_s=20.0, clock=clock, missing=["decode"])
+    place = line.queue.draw_place()
+    clock.advance(100)
+    younger = await line.join("younger")
+    place = line.queue.renew_place(place)
+    back = asyncio.create_task(line.queue.wait_turn(place, lambda: line.counter.taker("back"), is_returning=True))
+    await asyncio.sleep(0)
+    clock.advance(4)
+    line.free(2)
+    await asyncio.gather(younger, back)
+    assert line.counter.takers == ["back", "younger"]
+
+
+async def test_what_is_let_go_does_not_pass_to_those_behind() -> None:
+    line = Line()
+    line.counter.num_free = 1
+    place = line.queue.draw_place()
+    await line.queue.wait_turn(place, lambda: line.counter.taker("first"))
+    behind = await line.join("behind")
+    is_holding = True
+
+    def let_go() -> None:
+        nonlocal is_holding
+        line.free()
+        is_holding = False
+
+    def take_once_free() -> bool:
+        return not is_holding and line.counter.taker("first")
+
+    await line.queue.wait_turn(place, take_once_free, is_returning=True, let_go=let_go)
+    assert line.counter.takers == ["first", "first"]
+    line.free()
+    await behind

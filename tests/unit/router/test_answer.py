@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.answer import Answer
+from router.answer import Answer, Piece
 from router.stop_strings import StopStrings
 from serving_core.clock import ManualClock
 from serving_core.generate_request import GenerateRequest
@@ -17,11 +17,14 @@ from tests.unit.router.scripted_generator import RecordedMetrics, Script, Script
 REQUEST = GenerateRequest(key=SequenceKey(RequestId("r")), prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=99))
 
 
-def make_answer(script: Script, stops: list[str], metrics: RecordedMetrics, clock: ManualClock) -> Answer:
+def make_answer(
+    script: Script, stops: list[str], metrics: RecordedMetrics, clock: ManualClock, *, min_tokens: int = 0
+) -> Answer:
     return Answer(
         generation=ScriptedGeneration(script, REQUEST),
         tokenizer=default_tokenizer(),
         stops=stops,
+        min_tokens=min_tokens,
         num_prompt_tokens=1,
         metrics=metrics,
         clock=clock,
@@ -29,13 +32,14 @@ def make_answer(script: Script, stops: list[str], metrics: RecordedMetrics, cloc
     )
 
 
-async def read(script: Script, stops: list[str]) -> tuple[str, FinishReason | None, int]:
+async def read(script: Script, stops: list[str], *, min_tokens: int = 0) -> tuple[str, FinishReason | None, int]:
     """Text, finish reason and number of counted tokens."""
-    pieces: list[str] = []
-    async with make_answer(script, stops, RecordedMetrics(), ManualClock()) as answer:
+    pieces: list[Piece] = []
+    async with make_answer(script, stops, RecordedMetrics(), ManualClock(), min_tokens=min_tokens) as answer:
         while (piece := await answer.next_piece()) is not None:
             pieces.append(piece)
-        return "".join(pieces), answer.finish_reason, answer.usage.num_completion_tokens
+        assert [piece.finish_reason for piece in pieces] == [*[None] * (len(pieces) - 1), answer.finish_reason]
+        return "".join(piece.text for piece in pieces), answer.finish_reason, len(pieces)
 
 
 TOKEN_IDS = st.lists(st.integers(0, 400) | st.integers(0, 49_151), min_size=1, max_size=12)
@@ -73,4 +77,24 @@ async def test_times_are_measured_between_tokens() -> None:
 
 async def test_nothing_comes_after_the_end() -> None:
     async with make_answer(Script(token_ids=[2]), [], RecordedMetrics(), ManualClock()) as answer:
-        assert [await answer.next_piece() for _ in range(3)] == ["", None, None]
+        piece = await answer.next_piece()
+        assert piece is not None
+        assert (piece.text, piece.finish_reason) == ("", FinishReason.STOP)
+        assert await answer.next_piece() is None
+        assert await answer.next_piece() is None
+
+
+async def test_stop_strings_count_from_min_tokens_on() -> None:
+    script = Script(token_ids=[*ids_of("one two one two"), 2])
+    assert await read(script, ["two"]) == ("one ", FinishReason.STOP, 2)
+    assert await read(script, ["two"], min_tokens=2) == ("one two one ", FinishReason.STOP, 4)
+    assert await read(script, ["two"], min_tokens=4) == ("one two one two", FinishReason.STOP, 5)
+
+
+async def test_offsets_count_complete_characters() -> None:
+    token_ids = ids_of("a🙂b")
+    assert len(token_ids) > 3, "the emoji takes several tokens"
+    async with make_answer(Script(token_ids=[*token_ids, 2]), [], RecordedMetrics(), ManualClock()) as answer:
+        pieces = [await answer.next_piece() for _ in [*token_ids, 2]]
+    offsets = [piece.token.text_offset for piece in pieces if piece is not None]
+    assert offsets == [0, *[1] * (len(token_ids) - 2), 2, 3]

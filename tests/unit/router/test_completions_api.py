@@ -200,6 +200,7 @@ async def test_every_optional_field_may_be_null_or_neutral() -> None:
     nulls = dict.fromkeys(names.split())
     neutral: dict[str, object] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 5.0, "stop": None, "n": 1}
     neutral |= {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "stop_token_ids": []}
+    neutral |= {"min_p": 0, "repetition_penalty": 1, "top_logprobs": 0, "continue_final_message": False, "echo": False}
     neutral |= {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "parallel_tool_calls": False}
     neutral |= {"user": "u-1", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "reasoning_effort": "low"}
     neutral |= {"prediction": None, "x_unknown": 1}
@@ -244,6 +245,13 @@ async def test_models() -> None:
     assert (await front.get("/v1/models")).json() == {"object": "list", "data": [model]}
     assert (await front.get(f"/v1/models/{MODEL}")).json() == model
     assert (await front.get("/v1/models/some%2Fother")).json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_model_name_with_a_slash() -> None:
+    front = make_front(model_name="org/name-1")
+    for path in ("org%2Fname-1", "org/name-1"):
+        assert (await front.get(f"/v1/models/{path}")).json()["id"] == "org/name-1"
+    assert (await front.chat(model="org/name-1")).json()["model"] == "org/name-1"
 
 
 async def test_the_official_client() -> None:

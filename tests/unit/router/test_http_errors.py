@@ -42,20 +42,21 @@ BAD_OPTIONS: list[tuple[str, object]] = [
     *(("stream", value) for value in (1, "true")),
     *(("stream_options", value) for value in ({"include_usage": True}, {}, 5)),
     ("model", 5),
-    *(("n", value) for value in (0, 2, "1", True)),
+    *(("n", value) for value in (0, -1, 129, "1", True)),
     ("best_of", 2),
-    *(("presence_penalty", value) for value in (0.5, 50, "0", False)),
-    ("frequency_penalty", -1),
-    *(("repetition_penalty", value) for value in (0, 1.3)),
-    ("logit_bias", {"191222": -100}),
-    *(("logprobs", value) for value in (True, 5, 0)),
+    *(("presence_penalty", value) for value in (2.5, 50, "0", False)),
+    ("frequency_penalty", -2.1),
+    *(("repetition_penalty", value) for value in (0, -1, 1e9, "1", True)),
+    *(("min_p", value) for value in (-0.1, 1.5, "0")),
+    *(("logit_bias", value) for value in ({"191222": -100}, {"49152": 5}, {"-1": 1}, {"a": 1}, {"1": 101}, {"1": "5"}, [1])),
+    ("logit_bias", {str(token_id): 1 for token_id in range(1025)}),
     *(("top_logprobs", value) for value in (1_000_000, -1, True, 20.5, "5")),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
     ("response_format", {"type": "json_object"}),
-    ("echo", True),
     ("suffix", "x"),
     ("continue_final_message", True),
+    ("guided_regex", "a+"),
 ]
 
 
@@ -94,9 +95,43 @@ async def test_bad_messages(messages: object, param: str) -> None:
     assert error_of(await make_front().chat(messages=messages), 400)["param"] == param
 
 
-@pytest.mark.parametrize("prompt", [None, 5, [], [""], "", ["a", "b"], [1, 2], [[1, 2]], ["ok", 5], [999_999], {}, "\x06"])
+BAD_PROMPTS: list[object] = [
+    *(None, 5, {}, "", [""], [], [[]], "\x06"),
+    *(["ok", 5], ["ok", ""], [5, "ok"], [[1], []], [[1], "a"], [1.5], [True], [None]),
+    *([999_999], [-5], [49_152], [4_294_967_296], [10**30], [[1, 2], [999_999]]),
+    ["a"] * 129,
+]
+
+
+@pytest.mark.parametrize("prompt", BAD_PROMPTS)
 async def test_bad_prompts(prompt: object) -> None:
-    assert error_of(await make_front().complete(prompt=prompt), 400)["param"] == "prompt"
+    front = make_front()
+    assert error_of(await front.complete(prompt=prompt), 400)["param"] == "prompt"
+    assert error_of(await front.post("/generate", {"prompt": prompt}), 400)["param"] == "prompt"
+    assert front.generator.requests == [], "one bad prompt fails all of them before any is begun"
+
+
+@pytest.mark.parametrize(("body", "param"), [({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs")])
+async def test_limits_of_logprobs_are_told(body: dict[str, object], param: str) -> None:
+    error = error_of(await make_front().complete(**body), 400)
+    assert error["param"] == param
+    assert "20" in error["message"]
+    error = error_of(await make_front().chat(logprobs=True, top_logprobs=21), 400)
+    assert error["param"] == "top_logprobs"
+    assert "20" in error["message"]
+
+
+async def test_options_that_need_or_exclude_each_other() -> None:
+    front = make_front()
+    assert error_of(await front.chat(top_logprobs=5, logprobs=False), 400)["param"] == "top_logprobs"
+    assert error_of(await front.chat(logprobs=5), 400)["param"] == "logprobs"
+    assert error_of(await front.complete(logprobs=True), 400)["param"] == "logprobs"
+    assert error_of(await front.complete(echo=True, logprobs=1), 400)["param"] == "echo"
+    assert error_of(await front.chat(echo=True), 400)["param"] == "echo"
+    assert error_of(await front.complete(prompt=["a", "b"], n=65), 400)["param"] == "n"
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert error_of(await front.chat(**both), 400)["param"] == "continue_final_message"
+    assert front.generator.requests == []
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt": NaN}', b'{"a":' + b"[" * 100_000])
@@ -154,9 +189,16 @@ async def test_a_long_prompt_is_tokenised_in_a_thread() -> None:
     assert len(front.generator.requests[0].prompt_token_ids) >= 5_000
 
 
-async def test_what_no_pool_can_hold_is_refused() -> None:
-    error = error_of(await make_front(max_total_tokens=5).complete(max_tokens=5), 400)
-    assert error["code"] == "too_large"
+async def test_what_no_pool_can_hold_is_refused_in_the_clients_words() -> None:
+    front = make_front(max_total_tokens=5)
+    error = error_of(await front.complete(max_tokens=5), 400)
+    assert (error["code"], error["param"]) == ("too_large", "max_tokens")
+    error = error_of(await front.chat(max_completion_tokens=5), 400)
+    assert (error["code"], error["param"]) == ("too_large", "max_completion_tokens")
+    for param, name in (("prompt", "messages"), ("max_tokens", "max_completion_tokens")):
+        failure = InvalidRequest("The prompt and max_tokens 5 do not fit.", param=param, code="exceeds_kv_cache")
+        error = error_of(await make_front(Script(start_error=failure)).chat(max_completion_tokens=5), 400)
+        assert (error["param"], error["message"]) == (name, "The prompt and max_completion_tokens 5 do not fit.")
 
 
 async def test_a_wrong_model_is_not_found() -> None:
@@ -211,7 +253,8 @@ async def test_errors_in_further_routes_have_the_same_shape(caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("failure", "status", "code"),
     [
-        (NoCapacity("The queue is full.", retry_after_s=2.5), 503, "no_capacity"),
+        (NoCapacity("No worker had room.", retry_after_s=2.5), 503, "no_capacity"),
+        (NoCapacity("The queue is full.", retry_after_s=2.5, is_queue_full=True), 429, "queue_full"),
         (InvalidRequest("It can never fit.", param="max_tokens", code="too_large"), 400, "too_large"),
         (WorkerLost("decode-0 died."), 502, "worker_lost"),
         (Refused(RefusalCode.DRAINING, "It drains."), 500, "internal_error"),
@@ -225,7 +268,7 @@ async def test_a_failure_before_the_first_token_is_an_error_response(
         front = make_front(script)
         response = await front.chat(stream=stream)
         assert error_of(response, status)["code"] == code
-        assert response.headers.get("retry-after") == ("3" if status == 503 else None)
+        assert response.headers.get("retry-after") == ("3" if status in {429, 503} else None)
         assert "secret" not in response.text
         assert [reason for reason, _, _ in front.metrics.finished] == ["error"] * len(front.generator.generations)
         front.generator.assert_no_leaks()

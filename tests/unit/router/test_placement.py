@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.generation import Path
-from router.placement import NotNow, Placement, Reason, WorkerLoad, place, place_again
+from router.placement import NotNow, PageDemand, Placement, Reason, WorkerLoad, place, place_again
 from serving_core.ids import WorkerId
 from serving_core.worker_status import PhaseName
 
@@ -42,32 +42,37 @@ D0, D1 = make_load("decode-0", DECODE), make_load("decode-1", DECODE)
 BOTH = make_load("both-0", PREFILL, DECODE)
 
 
+def tokens(num_tokens: int) -> PageDemand:
+    """A sequence of that length which will not grow."""
+    return PageDemand(num_tokens=num_tokens, max_num_tokens=num_tokens)
+
+
 def chosen(placement: Placement | NotNow) -> tuple[str, str]:
     assert isinstance(placement, Placement)
     return placement.decode, placement.prefill
 
 
 def test_pair() -> None:
-    placement = place([P0, D0], max_total_tokens=160)
+    placement = place([P0, D0], demand=tokens(160))
     assert placement == Placement(
         decode=WorkerId("decode-0"), prefill=WorkerId("prefill-0"), path=Path.PAIR, reason=Reason.TWO_POOLS
     )
 
 
 def test_local_path_when_the_decode_worker_prefills_too() -> None:
-    placement = place([BOTH], max_total_tokens=1)
+    placement = place([BOTH], demand=tokens(1))
     assert placement == Placement(
         decode=WorkerId("both-0"), prefill=WorkerId("both-0"), path=Path.LOCAL, reason=Reason.COLOCATED
     )
 
 
 def test_fewest_running_then_most_free_pages() -> None:
-    assert chosen(place([P0, replace(D0, num_running=1), D1], max_total_tokens=1))[0] == "decode-1"
-    assert chosen(place([P0, D0, replace(D1, num_free_pages=11)], max_total_tokens=1))[0] == "decode-1"
+    assert chosen(place([P0, replace(D0, num_running=1), D1], demand=tokens(1)))[0] == "decode-1"
+    assert chosen(place([P0, D0, replace(D1, num_free_pages=11)], demand=tokens(1)))[0] == "decode-1"
 
 
 def test_shortest_prefill_queue() -> None:
-    assert chosen(place([replace(P0, num_queued_prefill_tokens=1), P1, D0], max_total_tokens=1))[1] == "prefill-1"
+    assert chosen(place([replace(P0, num_queued_prefill_tokens=1), P1, D0], demand=tokens(1)))[1] == "prefill-1"
 
 
 @pytest.mark.parametrize(
@@ -85,24 +90,47 @@ def test_shortest_prefill_queue() -> None:
     ],
 )
 def test_not_now(loads: list[WorkerLoad], why: NotNow) -> None:
-    assert place(loads, max_total_tokens=1) is why
+    assert place(loads, demand=tokens(1)) is why
 
 
 def test_edges_of_the_limits() -> None:
     at_limit = [replace(P0, num_queued_prefill_tokens=512), replace(D0, num_running=3)]
-    assert isinstance(place(at_limit, max_total_tokens=160), Placement)
-    assert place(at_limit, max_total_tokens=161) is NotNow.DECODE_FULL
+    assert isinstance(place(at_limit, demand=tokens(160)), Placement)
+    assert place(at_limit, demand=tokens(161)) is NotNow.DECODE_FULL
 
 
 def test_a_busy_colocated_worker_gives_way_to_another() -> None:
     other = replace(BOTH, worker_id=WorkerId("both-1"), num_running=2)
-    assert chosen(place([replace(BOTH, num_queued_prefill_tokens=513), other], max_total_tokens=1)) == ("both-1", "both-1")
+    assert chosen(place([replace(BOTH, num_queued_prefill_tokens=513), other], demand=tokens(1))) == ("both-1", "both-1")
+
+
+def test_workers_to_avoid_are_taken_only_where_there_is_no_other() -> None:
+    avoid = frozenset({WorkerId("prefill-0"), WorkerId("decode-0")})
+    busier = [P0, replace(P1, num_queued_prefill_tokens=512), D0, replace(D1, num_running=3)]
+    assert chosen(place(busier, demand=tokens(1), avoid=avoid)) == ("decode-1", "prefill-1")
+    assert chosen(place([P0, D0, replace(D1, num_running=4)], demand=tokens(1), avoid=avoid)) == ("decode-0", "prefill-0")
+
+
+@pytest.mark.parametrize(
+    ("demand", "num_pages", "num_booked_pages"),
+    [
+        (PageDemand(num_tokens=16, max_num_tokens=16), 1, 1),
+        (PageDemand(num_tokens=17, max_num_tokens=160), 2, 3),
+        (PageDemand(num_tokens=17, max_num_tokens=160, num_extra_pages=4), 6, 7),
+        (PageDemand(num_tokens=17, max_num_tokens=160, num_extra_pages=2**30), 10, 10),
+        (PageDemand(num_tokens=160, max_num_tokens=160), 10, 10),
+    ],
+)
+def test_pages_for_a_demand(demand: PageDemand, num_pages: int, num_booked_pages: int) -> None:
+    assert (demand.num_pages(16), demand.num_booked_pages(16)) == (num_pages, num_booked_pages)
+    assert replace(D0, num_free_pages=num_pages).can_hold(demand)
+    assert not replace(D0, num_free_pages=num_pages - 1).can_hold(demand)
 
 
 def again(loads: list[WorkerLoad], keep_decode: str | None, keep_prefill: str | None) -> Placement | NotNow:
     return place_again(
         loads,
-        max_total_tokens=160,
+        demand=tokens(160),
         keep_decode=WorkerId(keep_decode) if keep_decode else None,
         keep_prefill=WorkerId(keep_prefill) if keep_prefill else None,
     )
@@ -136,7 +164,7 @@ _loads = st.lists(
         phases=st.sampled_from([frozenset({PREFILL}), frozenset({DECODE}), frozenset({PREFILL, DECODE})]),
         can_take_work=st.booleans(),
         page_size=st.just(16),
-        num_free_pages=st.integers(0, 8),
+        num_free_pages=st.integers(-2, 8),
         num_running=st.integers(0, 4),
         max_num_seqs=st.just(4),
         num_queued_prefill_tokens=st.integers(0, 1000),
@@ -149,13 +177,13 @@ _loads = st.lists(
 
 @given(_loads, st.integers(1, 160))
 def test_whatever_is_chosen_has_room(loads: list[WorkerLoad], num_tokens: int) -> None:
-    placement = place(loads, max_total_tokens=num_tokens)
+    placement = place(loads, demand=tokens(num_tokens))
     if isinstance(placement, NotNow):
         return
     by_id = {load.worker_id: load for load in loads}
     decode, prefill = by_id[placement.decode], by_id[placement.prefill]
     assert decode.can_take_work
-    assert decode.can_hold(num_tokens)
+    assert decode.can_hold(tokens(num_tokens))
     assert prefill.can_take_work
     assert prefill.can_start_at_once
     assert DECODE in decode.phases

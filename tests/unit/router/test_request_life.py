@@ -12,7 +12,7 @@ from serving_core.errors import InvalidRequest, NoCapacity, RefusalCode, WorkerL
 from serving_core.token_event import FailureKind
 from serving_core.worker_status import PhaseName
 from tests.unit.router.fake_worker import FakeWorker, SeenRelease, make_status
-from tests.unit.router.pair import Pair, collect, make_request, open_pair
+from tests.unit.router.pair import Pair, Pools, collect, make_request, open_pair, settle
 
 PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
 REQUEST = make_request()
@@ -25,23 +25,6 @@ async def pair() -> AsyncIterator[Pair]:
         yield pair
 
 
-class Pools:
-    """Makes workers, joins them, and ends them after the test."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
-        self._workers: list[FakeWorker] = []
-
-    async def add(self, worker_id: str, *phases: PhaseName, **hello_fields: object) -> FakeWorker:
-        worker = await FakeWorker(worker_id, *phases, **hello_fields).join(self._pair.address)
-        self._workers.append(worker)
-        return worker
-
-    async def close(self) -> None:
-        for worker in self._workers:
-            await worker.die()
-
-
 @pytest.fixture
 async def pools(pair: Pair) -> AsyncIterator[Pools]:
     pools = Pools(pair)
@@ -52,17 +35,6 @@ async def pools(pair: Pair) -> AsyncIterator[Pools]:
 
 def has_started(num_times: int) -> Callable[[FakeWorker], bool]:
     return lambda worker: len(worker.starts) == num_times
-
-
-def releases_of(worker: FakeWorker) -> list[SeenRelease]:
-    return [release for release in worker.releases if release.key == KEY]
-
-
-async def settle(pair: Pair) -> None:
-    """Every life has ended and every release has been answered."""
-    async with asyncio.timeout(5):
-        await pair.generator.wait_idle()
-    pair.assert_no_leaks()
 
 
 async def test_happy_path(pair: Pair, pools: Pools) -> None:
@@ -83,8 +55,8 @@ async def test_happy_path(pair: Pair, pools: Pools) -> None:
     assert [event.token_id async for event in events] == [101, 102, 103, 104]
     # 4. one release on each side
     await settle(pair)
-    assert releases_of(prefill) == [SeenRelease(phase=PREFILL, key=KEY, attempt=1)]
-    assert releases_of(decode) == [SeenRelease(phase=DECODE, key=KEY, attempt=1)]
+    assert prefill.releases_of(KEY) == [SeenRelease(phase=PREFILL, key=KEY, attempt=1)]
+    assert decode.releases_of(KEY) == [SeenRelease(phase=DECODE, key=KEY, attempt=1)]
     # 5. closing afterwards changes nothing
     await generation.aclose()
     await settle(pair)
@@ -110,7 +82,7 @@ async def test_prefill_ends_the_sequence_at_token_0(pair: Pair, pools: Pools) ->
     prefill.token(KEY, 0, last=True)
     assert await collect(generation) == [100]
     await settle(pair)
-    assert len(releases_of(decode)) == len(releases_of(prefill)) == 1
+    assert len(decode.releases_of(KEY)) == len(prefill.releases_of(KEY)) == 1
 
 
 async def test_tokens_of_other_attempts_and_sequences_are_dropped(pair: Pair, pools: Pools) -> None:
@@ -133,8 +105,8 @@ async def test_local_path(pair: Pair, pools: Pools) -> None:
     worker.token(KEY, 1, last=True)
     assert await collect(generation) == [100, 101]
     await settle(pair)
-    assert {release.phase for release in releases_of(worker)} == {PREFILL, DECODE}
-    assert len(releases_of(worker)) == 2
+    assert {release.phase for release in worker.releases_of(KEY)} == {PREFILL, DECODE}
+    assert len(worker.releases_of(KEY)) == 2
 
 
 async def test_refused_reserve_waits_at_the_head_until_something_changes(pair: Pair, pools: Pools) -> None:
@@ -188,21 +160,6 @@ async def test_busy_prefill_worker_delays_the_reservation(pair: Pair, pools: Poo
     await settle(pair)
 
 
-async def test_decode_lost_mid_stream(pair: Pair, pools: Pools) -> None:
-    prefill, decode = await pools.add("prefill-0", PREFILL), await pools.add("decode-0", DECODE)
-    generation = await pair.generator.start(REQUEST)
-    prefill.token(KEY, 0)
-    decode.token(KEY, 0)
-    decode.token(KEY, 1)
-    events = aiter(generation)
-    assert [(await anext(events)).index for _ in range(2)] == [0, 1]
-    await decode.die()
-    with pytest.raises(WorkerLost, match="decode-0 was lost"):
-        await asyncio.wait_for(anext(events), 1)
-    await settle(pair)
-    assert len(releases_of(prefill)) == 1
-
-
 async def test_decode_lost_before_it_began_goes_to_another_with_the_same_prefill(pair: Pair, pools: Pools) -> None:
     prefill = await pools.add("prefill-0", PREFILL)
     decodes = {name: await pools.add(name, DECODE) for name in ("decode-0", "decode-1")}
@@ -225,8 +182,8 @@ async def test_decode_lost_before_it_began_goes_to_another_with_the_same_prefill
     left.token(KEY, 1, attempt=2, last=True)
     assert [event.token_id async for event in events] == [101]
     await settle(pair)
-    assert releases_of(left) == [SeenRelease(phase=DECODE, key=KEY, attempt=2)]
-    assert releases_of(prefill) == [SeenRelease(phase=PREFILL, key=KEY, attempt=2)]
+    assert left.releases_of(KEY) == [SeenRelease(phase=DECODE, key=KEY, attempt=2)]
+    assert prefill.releases_of(KEY) == [SeenRelease(phase=PREFILL, key=KEY, attempt=2)]
 
 
 async def test_prefill_lost_before_the_commit_goes_to_another_on_the_same_reservation(pair: Pair, pools: Pools) -> None:
@@ -260,27 +217,17 @@ async def test_prefill_lost_after_the_hand_off_is_harmless(pair: Pair, pools: Po
     await settle(pair)
 
 
-async def test_prefill_lost_with_no_other_left(pair: Pair, pools: Pools) -> None:
-    prefill, decode = await pools.add("prefill-0", PREFILL), await pools.add("decode-0", DECODE)
-    generation = await pair.generator.start(REQUEST)
-    await prefill.die()
-    with pytest.raises(WorkerLost, match="no_prefill_worker"):
-        await collect(generation)
-    await settle(pair)
-    assert len(releases_of(decode)) == 1
-
-
 async def test_failed_hand_off_is_tried_three_times(pair: Pair, pools: Pools) -> None:
     prefill, decode = await pools.add("prefill-0", PREFILL), await pools.add("decode-0", DECODE)
     generation = await pair.generator.start(REQUEST)
     for attempt in (1, 2, 3):
         await prefill.saw(has_started(attempt))
         prefill.failed(KEY, attempt=attempt)
-    with pytest.raises(WorkerLost, match="attempt 3"):
+    with pytest.raises(WorkerLost, match="the way broke; it was tried 3 times without a new token"):
         await collect(generation)
     await settle(pair)
     assert [seen.attempt for seen in decode.reserves] == [1, 2, 3]
-    assert releases_of(decode) == [SeenRelease(phase=DECODE, key=KEY, attempt=3)]
+    assert {release.attempt for release in decode.releases_of(KEY)} == {2, 3}  # kept once, then taken anew
 
 
 async def test_internal_failure_is_not_tried_again(pair: Pair, pools: Pools) -> None:
@@ -405,7 +352,7 @@ async def test_abort_during_reserve(pair: Pair, pools: Pools) -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     await settle(pair)
-    assert len(releases_of(decode)) == 1
+    assert len(decode.releases_of(KEY)) == 1
     assert not any((prefill.starts, prefill.releases))
 
 
@@ -418,7 +365,7 @@ async def test_abort_during_start(pair: Pair, pools: Pools) -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     await settle(pair)
-    assert len(releases_of(decode)) == len(releases_of(prefill)) == 1
+    assert len(decode.releases_of(KEY)) == len(prefill.releases_of(KEY)) == 1
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3])
@@ -434,7 +381,7 @@ async def test_abort_while_tokens_come(pair: Pair, pools: Pools, num_tokens: int
     decode.token(KEY, num_tokens)
     assert [event async for event in events] == []
     await settle(pair)
-    assert len(releases_of(decode)) == len(releases_of(prefill)) == 1
+    assert len(decode.releases_of(KEY)) == len(prefill.releases_of(KEY)) == 1
 
 
 async def test_abort_during_a_second_attempt(pair: Pair, pools: Pools) -> None:
@@ -445,8 +392,8 @@ async def test_abort_during_a_second_attempt(pair: Pair, pools: Pools) -> None:
     await decode.saw(lambda worker: len(worker.reserves) == 2)
     await generation.aclose()
     await settle(pair)
-    assert releases_of(decode) == [SeenRelease(phase=DECODE, key=KEY, attempt=2)]
-    assert len(releases_of(prefill)) == 1
+    assert decode.releases_of(KEY) == [SeenRelease(phase=DECODE, key=KEY, attempt=2)]
+    assert len(prefill.releases_of(KEY)) == 1
 
 
 async def test_a_silent_worker_does_not_hold_up_the_end(pair: Pair, pools: Pools) -> None:
@@ -456,7 +403,7 @@ async def test_a_silent_worker_does_not_hold_up_the_end(pair: Pair, pools: Pools
     async with asyncio.timeout(0.1):
         await generation.aclose()
     await settle(pair)
-    assert len(releases_of(prefill)) == 1
+    assert len(prefill.releases_of(KEY)) == 1
 
 
 async def test_a_slow_client_holds_up_nobody(pair: Pair, pools: Pools) -> None:
@@ -489,7 +436,7 @@ async def test_stop_ends_what_is_left(pair: Pair, pools: Pools) -> None:
     with pytest.raises(WorkerLost, match="stopping"):
         await collect(running)
     pair.assert_no_leaks()
-    assert len(releases_of(decode)) == len(releases_of(prefill)) == 1
+    assert len(decode.releases_of(KEY)) == len(prefill.releases_of(KEY)) == 1
 
 
 async def test_what_can_never_fit(pair: Pair, pools: Pools) -> None:
@@ -500,7 +447,7 @@ async def test_what_can_never_fit(pair: Pair, pools: Pools) -> None:
     with pytest.raises(InvalidRequest, match="17 tokens") as caught:
         pair.generator.check_fits(num_prompt_tokens=17, max_tokens=1)
     assert caught.value.param == "prompt"
-    with pytest.raises(InvalidRequest, match="max_tokens 17") as caught:
+    with pytest.raises(InvalidRequest, match="an answer of up to 17") as caught:
         await pair.generator.start(make_request(num_prompt_tokens=16, max_tokens=17))
     assert caught.value.param == "max_tokens"
     assert pair.generator.max_model_len == 64

@@ -97,8 +97,13 @@ async def test_drain_and_stop(router: Router, http: httpx.AsyncClient) -> None:
     key = await begun(worker)
     worker.token(key, 0)
     await first_token_out(http)
+    assert (await http.get("/ready")).status_code == 200
     # 1. drained: new requests get 503 with Retry-After, this one goes on
     router.begin_drain()
+    ready = await http.get("/ready")
+    assert ready.status_code == 503
+    assert ready.json() == {"missing": ["a router that takes new requests: this one is draining"]}
+    assert (await http.get("/health")).status_code == 200
     response = await http.post("/v1/completions", json=body)
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1

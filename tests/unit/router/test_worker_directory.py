@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.background_tasks import BackgroundTasks
+from router.placement import PageDemand
 from router.registered_worker import Leg, RegisteredWorker
 from router.worker_directory import WorkerDirectory, WorkerState
 from serving_core.clock import ManualClock
@@ -29,7 +30,7 @@ class NoCalls:
     def __init__(self) -> None:
         self.num_closed = 0
 
-    async def reserve(self, request: GenerateRequest, attempt: int) -> TransferTicket:
+    async def reserve(self, request: GenerateRequest, attempt: int, *, num_evictions: int) -> TransferTicket:
         raise AssertionError
 
     async def start(self, request: GenerateRequest, ticket: TransferTicket) -> None:
@@ -66,7 +67,9 @@ class Setting:
         self.clock = ManualClock()
         self.tasks = BackgroundTasks()
         self.calls: list[NoCalls] = []
-        self.directory = WorkerDirectory(clock=self.clock, dead_after_s=3.0, connect=self._connect, tasks=self.tasks)
+        self.directory = WorkerDirectory(
+            clock=self.clock, dead_after_s=3.0, connect=self._connect, tasks=self.tasks, max_hold_s=0.05
+        )
 
     def _connect(self, hello: WorkerHello) -> NoCalls:
         self.calls.append(NoCalls())
@@ -76,7 +79,13 @@ class Setting:
         return {entry.worker_id: self.directory.state_of(entry).value for entry in self.directory.entries()}
 
     def add_leg(
-        self, worker: RegisteredWorker, phase: PhaseName, *, request_id: str = "r", num_tokens: int = 0, num_prompt: int = 0
+        self,
+        worker: RegisteredWorker,
+        phase: PhaseName,
+        *,
+        request_id: str = "r",
+        demand: PageDemand | None = None,
+        num_prompt: int = 0,
     ) -> tuple[Leg, Listener]:
         listener = Listener()
         leg = Leg(
@@ -84,7 +93,7 @@ class Setting:
             phase=phase,
             key=make_key(request_id),
             listener=listener,
-            num_tokens=num_tokens,
+            demand=demand,
             num_prefill_tokens=num_prompt,
         )
         return worker.attach(leg), listener
@@ -158,14 +167,20 @@ async def test_the_same_incarnation_may_dial_again(setting: Setting) -> None:
 
 async def test_room_is_what_the_legs_leave(setting: Setting) -> None:
     worker = setting.directory.register(make_hello("both-0", {PREFILL, DECODE}, num_pages=10))
-    decode, _ = setting.add_leg(worker, DECODE, num_tokens=9)
+    decode, _ = setting.add_leg(worker, DECODE, demand=PageDemand(num_tokens=5, max_num_tokens=13))
     prefill, _ = setting.add_leg(worker, PREFILL, num_prompt=5)
     load = worker.load()
     assert (load.num_free_pages, load.num_running, load.num_queued_prefill_tokens) == (7, 1, 5)
     prefill.end_prefill()
     assert worker.load().num_queued_prefill_tokens == 0
+    # a sequence grows, beyond the pool if need be, and gives all of it back once
+    worker.rebook(decode, PageDemand(num_tokens=9, max_num_tokens=13))
+    assert worker.load().num_free_pages == 6
+    worker.rebook(decode, PageDemand(num_tokens=50, max_num_tokens=50))
+    assert worker.load().num_free_pages == -3
     for leg in (decode, prefill, decode):
         leg.detach()
+    worker.rebook(decode, PageDemand(num_tokens=9, max_num_tokens=13))
     load = worker.load()
     assert (load.num_free_pages, load.num_running, worker.num_legs) == (10, 0, 0)
 
@@ -180,15 +195,40 @@ async def test_only_wanted_legs_are_renewed(setting: Setting) -> None:
 
 async def test_a_hold_ends_with_the_next_change(setting: Setting) -> None:
     worker = setting.directory.register(make_hello("decode-0", {DECODE}))
-    worker.hold()
+    worker.hold(make_key("r"))
     assert not worker.load().can_take_work
     assert worker.is_ready
     worker.take_status(make_status())
     assert worker.load().can_take_work
-    leg, _ = setting.add_leg(worker, DECODE)
-    worker.hold()
-    leg.detach()
+    # the end of a sequence is a change, if the worker had taken it in; that of the one it turned away is none
+    refused, _ = setting.add_leg(worker, DECODE, request_id="refused")
+    unasked, _ = setting.add_leg(worker, DECODE, request_id="unasked")
+    accepted, _ = setting.add_leg(worker, DECODE, request_id="accepted")
+    refused.is_accepted = accepted.is_accepted = True
+    worker.hold(refused.key)
+    refused.detach()
+    unasked.detach()
+    assert not worker.load().can_take_work
+    accepted.detach()
     assert worker.load().can_take_work
+
+
+async def test_a_hold_ends_by_itself_and_tells_so(setting: Setting) -> None:
+    worker = setting.directory.register(make_hello("decode-0", {DECODE}))
+    worker.hold(make_key("r"))
+    async with asyncio.timeout(2):
+        await setting.directory.wait_until(lambda: worker.load().can_take_work)
+
+
+async def test_a_lost_worker_leaves_no_hold_behind(setting: Setting) -> None:
+    worker = setting.directory.register(make_hello("decode-0", {DECODE}))
+    worker.hold(make_key("r"))
+    setting.directory.lose(worker)
+    worker.hold(make_key("r"))
+    changes: list[None] = []
+    setting.directory.subscribe(lambda: changes.append(None))
+    await asyncio.sleep(0.1)
+    assert changes == []
 
 
 async def test_events_reach_their_leg_only(setting: Setting) -> None:

@@ -14,7 +14,15 @@ from serving_core.page_state import PageOwner, PageRecord, PagesSnapshot, PageSt
 from serving_core.rpc import convert
 from serving_core.rpc.v1 import common_pb2, router_link_pb2
 from serving_core.sampling_params import MAX_SEED, SamplingParams
-from serving_core.token_event import FailureKind, FinishReason, SequenceEvent, SequenceFailed, TokenEvent, TokenLogprobs
+from serving_core.token_event import (
+    FailureKind,
+    FinishReason,
+    SequenceEvent,
+    SequenceEvicted,
+    SequenceFailed,
+    TokenEvent,
+    TokenLogprobs,
+)
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
 from serving_core.worker_status import MetricFamily, MetricSample, PhaseName, WorkerHello, WorkerStatus
 
@@ -32,6 +40,13 @@ samplings = st.builds(
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
     num_logprobs=st.none() | st.integers(0, 20),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 100),
+    logit_bias=st.dictionaries(st.integers(0, 2**32 - 1), st.floats(-100, 100), max_size=3).map(
+        lambda bias: tuple(bias.items())
+    ),
 )
 
 
@@ -74,6 +89,7 @@ def test_ticket_and_commit_round_trip() -> None:
         TokenEvent(key=KEY, attempt=1, index=9, token_id=5, finish_reason=FinishReason.LENGTH),
         TokenEvent(key=KEY, attempt=1, index=0, token_id=5, logprobs=TokenLogprobs(logprob=-1.0)),
         SequenceFailed(key=KEY, attempt=2, kind=FailureKind.INTERNAL, message="why"),
+        SequenceEvicted(key=KEY, attempt=2),
         SequenceFailed(key=KEY, attempt=2, kind=FailureKind.HANDOFF, message="why", refusal=RefusalCode.STALE_ATTEMPT),
     ],
 )

@@ -29,6 +29,15 @@ from serving_core.sampling_params import SamplingParams
         ("stop_token_ids", (-1,)),
         ("num_logprobs", 21),
         ("num_logprobs", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", 50),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.5),
+        ("repetition_penalty", float("inf")),
     ],
 )
 def test_out_of_range(param: str, value: Any) -> None:
@@ -42,3 +51,13 @@ def test_out_of_range(param: str, value: Any) -> None:
 def test_edges_are_valid() -> None:
     sampling = SamplingParams(max_tokens=1, temperature=0, top_p=1.0, top_k=0, seed=2**64 - 1, min_tokens=1)
     assert sampling.is_greedy
+
+
+@pytest.mark.parametrize(
+    "logit_bias",
+    [((-1, 0.0),), ((1, 100.5),), ((1, float("nan")),), ((1, 0.0), (1, 1.0)), tuple((i, 0.0) for i in range(1025))],
+)
+def test_bad_biases(logit_bias: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(InvalidRequest, match="logit_bias") as invalid:
+        SamplingParams(max_tokens=1, logit_bias=logit_bias)
+    assert invalid.value.param == "logit_bias"

@@ -43,7 +43,7 @@ def test_unknown_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixture
 
 
 def test_flags_of_later_versions_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--tensor-parallel-size", "--quantization", "--config", "--address"):
+    for flag in ("--tensor-parallel-size", "--quantization"):
         assert f"unknown flag {flag}" in refusal_of(capsys, "serve", flag, "1")
 
 
@@ -147,3 +147,29 @@ def test_status_needs_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", "http://127.0.0.1:9"]) == 1
     assert "no server answers" in capsys.readouterr().err
     assert main(["status", "--url", "ftp://127.0.0.1"]) == 2
+
+
+def test_a_budget_beyond_the_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal_of(capsys, "serve", "--port", "0", "--kv-cache-memory-bytes", "10T")
+    assert "this machine has" in error
+    assert "give --kv-cache-memory-bytes of at most" in error
+
+
+def test_a_step_budget_against_the_window_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give at least 8" in refusal_of(capsys, "serve", "--port", "0", "--max-num-batched-tokens", "1")
+    assert "give at most" in refusal_of(capsys, "serve", "--port", "0", "--max-num-batched-tokens", "1000000")
+
+
+def test_the_address_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config_of().address == "local"
+    for address in ("auto", "10.0.0.1:6379", "head:6379"):
+        assert config_of("--address", address).address == address
+    for address in ("", "head", "head:", ":6379", "head:70000", "ray://head:10001"):
+        assert "HOST:PORT of a Ray cluster" in refusal_of(capsys, "serve", "--address", address)
+
+
+def test_a_cluster_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    assert main(["serve", "--port", "0", "--address", address]) == 1
+    assert f"no Ray cluster answers at --address {address}" in capsys.readouterr().err

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_engine.load_model import read_model_config
+from llm_engine.open_checkpoint import read_model_config
 from serving_core.errors import ConfigError
 from serving_core.worker_status import PhaseName
 from twinpool.cli import make_parser

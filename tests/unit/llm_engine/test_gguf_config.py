@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from llm_engine.gguf_config import read_eos_token_ids, read_gguf_config
 from llm_engine.gguf_file import GgufFile, MetadataValue
-from llm_engine.model_config import ModelConfig, read_eos_token_ids
+from llm_engine.rope_scaling import LinearScaling
 from serving_core.errors import ModelFileError
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 from tests.tiny_model import write_tiny_gguf
@@ -17,7 +18,7 @@ def file(tmp_path: Path) -> GgufFile:
 
 
 def test_the_page_layout_follows_from_the_config(file: GgufFile) -> None:
-    assert ModelConfig.from_gguf(file).page_layout(page_size=32, dtype=KVDType.BFLOAT16) == KVPageLayout(
+    assert read_gguf_config(file).page_layout(page_size=32, dtype=KVDType.BFLOAT16) == KVPageLayout(
         num_layers=2, num_kv_heads=2, head_dim=16, page_size=32, dtype=KVDType.BFLOAT16
     )
 
@@ -40,27 +41,27 @@ def test_the_page_layout_follows_from_the_config(file: GgufFile) -> None:
 def test_what_is_not_computed_is_refused(file: GgufFile, key: str, value: MetadataValue, message: str) -> None:
     file.metadata[key] = value
     with pytest.raises(ModelFileError, match=message):
-        ModelConfig.from_gguf(file)
+        read_gguf_config(file)
 
 
 def test_a_missing_size_is_named(file: GgufFile) -> None:
     del file.metadata["llama.embedding_length"]
     with pytest.raises(ModelFileError, match=r"lacks llama\.embedding_length"):
-        ModelConfig.from_gguf(file)
+        read_gguf_config(file)
 
 
 def test_values_with_a_known_default_may_be_missing(file: GgufFile) -> None:
     for key in ("llama.rope.freq_base", "llama.rope.dimension_count", "llama.attention.head_count_kv"):
         del file.metadata[key]
-    config = ModelConfig.from_gguf(file)
+    config = read_gguf_config(file)
     assert (config.rope_theta, config.num_kv_heads) == (10_000.0, 4)
 
 
 def test_linear_scaling_is_read(file: GgufFile) -> None:
     file.metadata["llama.rope.scaling.factor"] = 4.0
-    assert ModelConfig.from_gguf(file).rope_factor == 1.0, "a factor without a type scales nothing"
+    assert read_gguf_config(file).rope_scaling is None, "a factor without a type scales nothing"
     file.metadata["llama.rope.scaling.type"] = "linear"
-    assert ModelConfig.from_gguf(file).rope_factor == 4.0
+    assert read_gguf_config(file).rope_scaling == LinearScaling(factor=4.0)
 
 
 def test_end_of_turn_ends_an_answer_too(file: GgufFile) -> None:
@@ -76,4 +77,4 @@ def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
             name=info.name, shape=(266, 64), type=info.type, offset=info.offset, num_bytes=info.num_bytes
         )
         with pytest.raises(ModelFileError, match="267 tokens but embeddings for 266"):
-            ModelConfig.from_gguf(file)
+            read_gguf_config(file)

@@ -1,0 +1,58 @@
+"""Which tokens of which sequence are in the next decode step. Decides only; pages, events and ends are the phase's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from decode_worker.decode_sequence import DecodeSequence, DecodeState
+from llm_engine.step_plan import PlanRow
+from llm_engine.token_rules import TokenRules
+from serving_core.kv_page_layout import KVPageLayout
+
+
+class DecodeScheduler:
+    """One row for each decoding sequence: the tokens whose keys and values are not cached yet, and a sample after the last.
+
+    That is a single token, the newest, except for a sequence that goes on from a log: the log is *replayed* through the same
+    rows, which gives the same bits as if the sequence had never stopped. A step replays at most ``max_replay_tokens``, so that
+    the others do not wait long for theirs; the oldest is served first.
+    """
+
+    def __init__(self, *, layout: KVPageLayout, rules: TokenRules, max_replay_tokens: int) -> None:
+        assert max_replay_tokens >= 2, "a replay of one token is no replay"
+        self._layout = layout
+        self._rules = rules
+        self._max_replay_tokens = max_replay_tokens
+
+    def choose(
+        self, sequences: Iterable[DecodeSequence], take_pages: Callable[[DecodeSequence, int], bool]
+    ) -> tuple[PlanRow, ...]:
+        """The next step's rows. ``sequences`` come in the order in which they are served; the iterable leaves out those that go
+        meanwhile. ``take_pages`` sees to so many pages in all, or says that the sequence cannot run in this step."""
+        budget = self._max_replay_tokens
+        rows: list[PlanRow] = []
+        for sequence in sequences:
+            if sequence.state is not DecodeState.DECODING:
+                continue
+            num_tokens = sequence.num_pending
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, budget)
+                budget -= num_tokens
+            if num_tokens == 0:
+                continue
+            if take_pages(sequence, self._layout.num_pages_for(sequence.num_cached_tokens + num_tokens)):
+                rows.append(self._row(sequence, num_tokens))
+        return tuple(rows)
+
+    def _row(self, sequence: DecodeSequence, num_tokens: int) -> PlanRow:
+        assert sequence.reservation is not None
+        start = sequence.num_cached_outputs
+        is_sampled = num_tokens == sequence.num_pending
+        position = sequence.num_cached_tokens
+        return PlanRow(
+            key=sequence.key,
+            token_ids=tuple(sequence.output_token_ids[start : start + num_tokens]),
+            start_position=position,
+            page_ids=sequence.reservation.page_ids[: self._layout.num_pages_for(position + num_tokens)],
+            sample=self._rules.sample_spec(sequence.request, sequence.output_token_ids) if is_sampled else None,
+        )

@@ -1,0 +1,96 @@
+"""A model on disk, whatever its format: what the loader needs of it, and the check that it holds the whole model.
+
+1. opened: the headers are read, so that ``config`` and ``tensors`` are known; 2. ``check_tensors``: every tensor is there, in
+its shape, and none is left over; 3. ``iter_pieces`` for each tensor; 4. closed. Steps 1 and 2 need no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_engine.llama_tensors import ROPE_FACTORS, tensor_shapes
+from llm_engine.model_config import ModelConfig
+from serving_core.errors import ModelFileError
+
+PIECE_ELEMENTS = 4 * 1024 * 1024
+"""Weights are decoded about this many at a time, which bounds the float32 copy beside the final one to 16 MiB."""
+
+_MAX_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor as the checkpoint lists it: under its own name there, with the fastest dimension last."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPiece:
+    """Some rows of one tensor, which counts as two-dimensional: a vector is one row.
+
+    ``rows`` [num_rows] are places in the model's tensor, ``values`` [num_rows, row_length] what belongs there, ``num_bytes``
+    what they took in the file.
+    """
+
+    rows: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    num_bytes: int
+
+
+class Checkpoint(Protocol):
+    """An open checkpoint. ``path`` is where it was found."""
+
+    path: Path
+    config: ModelConfig
+    eos_token_ids: frozenset[int]
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """What there is, by the names of ``llama_tensors``, or by its stored name where it has none of these."""
+
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint calls, or would call, the tensor ``name``."""
+
+    def iter_pieces(self, name: str) -> Iterator[WeightPiece]:
+        """Decode the tensor ``name`` piece by piece; together the pieces are the whole of it."""
+
+    def model_print(self) -> str:
+        """A hexadecimal digest that tells models apart. It does not prove that every weight is intact."""
+
+    def close(self) -> None:
+        """Release the files. Idempotent."""
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Names and shapes, neither more nor less. Raises ModelFileError for the first that does not fit."""
+    num_layers = checkpoint.config.num_layers
+    if num_layers > len(checkpoint.tensors):
+        raise ModelFileError(
+            f"{checkpoint.path} states {num_layers} layers and holds {len(checkpoint.tensors)} tensors in all."
+        )
+    shapes = tensor_shapes(checkpoint.config)
+    if ROPE_FACTORS in checkpoint.tensors:
+        shapes[ROPE_FACTORS] = (checkpoint.config.head_dim // 2,)
+    missing = [checkpoint.stored_name(name) for name in shapes if name not in checkpoint.tensors]
+    if missing:
+        names = ", ".join(missing[:_MAX_NAMED]) + (f" and {len(missing) - _MAX_NAMED} more" if missing[_MAX_NAMED:] else "")
+        raise ModelFileError(f"{checkpoint.path} lacks the tensor{'s' if missing[1:] else ''} {names}.")
+    for name, shape in shapes.items():
+        stored = checkpoint.tensors[name]
+        if stored.shape != shape:
+            raise ModelFileError(
+                f"{checkpoint.path}: tensor {stored.name} has shape {list(stored.shape)}; the model's sizes ask for "
+                f"{list(shape)}."
+            )
+    for name, stored in checkpoint.tensors.items():
+        if name not in shapes:
+            raise ModelFileError(f"{checkpoint.path} holds the tensor {stored.name}, which a plain Llama model does not have.")

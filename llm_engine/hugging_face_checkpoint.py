@@ -1,0 +1,69 @@
+"""A Llama in a folder as Hugging Face lays it out: config.json, tokenizer.json, safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from llm_engine.checkpoint import StoredTensor, WeightPiece
+from llm_engine.hugging_face_config import read_hugging_face_config
+from llm_engine.hugging_face_tokens import read_folder_tokens
+from llm_engine.llama_tensors import HEAD
+from llm_engine.safetensors_folder import SafetensorsFolder
+
+_DERIVED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
+"""Old checkpoints hold the rotary frequencies beside the weights they follow from."""
+
+_SAMPLE_BYTES = 4096
+_PRINTED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+class HuggingFaceCheckpoint:
+    """See ``Checkpoint``. Raises ModelFileError from the constructor for a folder that is not a supported model."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        tokens = read_folder_tokens(path)
+        self.config = read_hugging_face_config(path, num_tokens=tokens.num_tokens)
+        self.eos_token_ids = tokens.eos_token_ids
+        self._files = SafetensorsFolder(path)
+        self._tensors = {
+            name: StoredTensor(name=name, shape=entry.shape, num_bytes=entry.num_bytes)
+            for name, entry in self._files.tensors.items()
+            if not self._is_redundant(name)
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return self._tensors
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+    def iter_pieces(self, name: str) -> Iterator[WeightPiece]:
+        for first, values, num_bytes in self._files.iter_rows(name):
+            yield WeightPiece(rows=np.arange(first, first + len(values)), values=values, num_bytes=num_bytes)
+
+    def model_print(self) -> str:
+        """SHA-256 over the configuration and the tokenizer, the tensor table, and the first and last bytes of every tensor. How
+        the tensors are dealt out to shards does not count."""
+        digest = hashlib.sha256()
+        for name in _PRINTED_FILES:
+            path = self.path / name
+            content = path.read_bytes() if path.exists() else b""
+            digest.update(len(content).to_bytes(8, "little") + content)
+        for name, entry in sorted(self._files.tensors.items()):
+            digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode())
+            first, last = self._files.ends(name)
+            digest.update(first[:_SAMPLE_BYTES] + last[-_SAMPLE_BYTES:])
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _is_redundant(self, name: str) -> bool:
+        is_copy_of_embedding = name == HEAD and self.config.is_tied
+        return is_copy_of_embedding or name.endswith(_DERIVED_SUFFIX)

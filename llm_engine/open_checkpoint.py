@@ -1,0 +1,31 @@
+"""Opens a model by the kind of its path. Needs no torch, so that a server can refuse a model before it starts a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llm_engine.checkpoint import Checkpoint, check_tensors
+from llm_engine.gguf_checkpoint import GgufCheckpoint
+from llm_engine.hugging_face_checkpoint import HuggingFaceCheckpoint
+from llm_engine.model_config import ModelConfig
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The model in a GGUF file or in a Hugging Face folder, checked as far as headers go. Whoever opens it closes it.
+
+    Raises ModelFileError for anything that is not a whole, supported Llama-family model.
+    """
+    checkpoint: Checkpoint = HuggingFaceCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
+    try:
+        check_tensors(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """The model's sizes, once all its headers have been checked. Raises ModelFileError."""
+    checkpoint = open_checkpoint(path)
+    checkpoint.close()
+    return checkpoint.config

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from llm_engine.model_config import ModelConfig
+from serving_core.engine_config import EngineConfig
+from serving_core.errors import ConfigError
+from serving_core.ids import WorkerId
+from serving_core.kv_page_layout import KVDType
+from serving_core.worker_status import PhaseName
+from twinpool.memory_plan import SERVER_BYTES, check_memory, worker_memory
+from twinpool.worker_spec import WorkerSpec
+
+MIB = 2**20
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=512,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    feed_forward_size=1024,
+    vocab_size=10_000,
+    num_tokens=10_000,
+    max_model_len=4096,
+    rope_theta=10_000.0,
+    rms_norm_eps=1e-5,
+    is_tied=True,
+)
+PAGE_BYTES = 4 * 2 * 16 * 4 * 64 * 2  # layers, key and value, tokens, heads, their size, bytes of one number
+
+
+def spec_of(
+    phase: PhaseName, *, kv_cache_memory_bytes: int = 512 * MIB, max_num_batched_tokens: int = 512, max_model_len: int = 4096
+) -> WorkerSpec:
+    engine = EngineConfig(
+        dtype=KVDType.BFLOAT16,
+        page_size=16,
+        max_model_len=max_model_len,
+        max_num_seqs=16,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        num_threads=1,
+    )
+    return WorkerSpec(
+        worker_id=WorkerId(f"{phase.value}-0"),
+        phases=frozenset({phase}),
+        model_path=Path("model"),
+        model_name="model",
+        engine=engine,
+        router_addresses=(),
+    )
+
+
+PAIR = [spec_of(PhaseName.PREFILL), spec_of(PhaseName.DECODE)]
+
+
+def needed_bytes(specs: list[WorkerSpec]) -> int:
+    workers = [worker_memory(spec, MODEL) for spec in specs]
+    return SERVER_BYTES + sum(worker.fixed_bytes + worker.kv_cache_bytes for worker in workers)
+
+
+def test_weights_workspace_and_cache_stand_apart() -> None:
+    memory = worker_memory(PAIR[0], MODEL)
+    assert memory.weight_bytes == 2 * (10_000 * 512 + 512 + 4 * (2 * 512 + 2 * 512 * 512 + 2 * 256 * 512 + 3 * 512 * 1024))
+    assert memory.kv_cache_bytes == 512 * MIB
+    assert memory.min_kv_cache_bytes == 256 * PAGE_BYTES
+    larger_cache = worker_memory(spec_of(PhaseName.PREFILL, kv_cache_memory_bytes=600 * MIB), MODEL)
+    assert larger_cache.workspace_bytes == memory.workspace_bytes > 0
+
+
+@pytest.mark.parametrize("change", [{"max_num_batched_tokens": 1024}, {"max_model_len": 2048}])
+def test_the_workspace_follows_from_the_step(change: dict[str, int]) -> None:
+    before = worker_memory(PAIR[0], MODEL).workspace_bytes
+    after = worker_memory(spec_of(PhaseName.PREFILL, **change), MODEL).workspace_bytes
+    assert (after > before) == ("max_num_batched_tokens" in change)
+    assert after != before
+
+
+def test_a_worker_with_both_phases_has_the_larger_workspace() -> None:
+    both = dataclasses.replace(PAIR[0], phases=frozenset(PhaseName))
+    assert worker_memory(both, MODEL).workspace_bytes == max(worker_memory(spec, MODEL).workspace_bytes for spec in PAIR)
+
+
+def test_what_fits_is_not_refused() -> None:
+    check_memory(PAIR, MODEL, needed_bytes(PAIR))
+
+
+def test_a_cache_beyond_the_machine_names_the_one_that_fits() -> None:
+    with pytest.raises(ConfigError, match=r"of memory and this machine has .* left \(prefill-0: weights .*decode-0") as caught:
+        check_memory(PAIR, MODEL, needed_bytes(PAIR) - 1)
+    fitting = int(str(caught.value).rpartition("at most ")[2].removesuffix("MiB"))
+    assert fitting == 511
+    smaller = [spec_of(phase, kv_cache_memory_bytes=fitting * MIB) for phase in (PhaseName.PREFILL, PhaseName.DECODE)]
+    check_memory(smaller, MODEL, needed_bytes(PAIR) - 1)
+
+
+def test_a_window_that_does_not_fit_either_is_named_too() -> None:
+    fixed = needed_bytes(PAIR) - 2 * 512 * MIB
+    with pytest.raises(ConfigError, match=r"at most 10MiB and --max-model-len of at most 2560"):
+        check_memory(PAIR, MODEL, fixed + 2 * 10 * MIB)
+
+
+def test_a_machine_too_small_for_the_weights_is_named() -> None:
+    with pytest.raises(ConfigError, match="no KV cache is small enough for that; give fewer workers or a smaller model"):
+        check_memory(PAIR, MODEL, needed_bytes(PAIR) - 2 * 512 * MIB)

@@ -1,0 +1,107 @@
+"""Whether a server's workers fit into this machine's memory, all together, before the first of them is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_engine.memory_budget import StepSize, num_pages_for_budget, weight_bytes, workspace_bytes
+from llm_engine.model_config import ModelConfig
+from serving_core.errors import ConfigError
+from serving_core.worker_status import PhaseName
+from twinpool.byte_size import format_byte_size
+from twinpool.worker_spec import WorkerSpec
+
+SERVER_BYTES = 900 * 2**20
+"""The router's process and Ray's own, as measured on Linux."""
+
+WORKER_PROCESS_BYTES = 350 * 2**20
+"""A worker's process before it has loaded anything: Python, torch, Ray, gRPC."""
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMemory:
+    """What one worker will take. ``min_kv_cache_bytes`` is the smallest KV cache that holds one sequence of its window."""
+
+    weight_bytes: int
+    workspace_bytes: int
+    kv_cache_bytes: int
+    min_kv_cache_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the KV cache."""
+        return WORKER_PROCESS_BYTES + self.weight_bytes + self.workspace_bytes
+
+
+def worker_memory(spec: WorkerSpec, model: ModelConfig) -> WorkerMemory:
+    """Raises ``ConfigError`` for a KV cache that is too small for one sequence."""
+    engine = spec.engine
+    max_model_len = engine.max_model_len or model.max_model_len
+    layout = model.page_layout(page_size=engine.page_size, dtype=engine.dtype)
+    num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
+    steps = []
+    if PhaseName.PREFILL in spec.phases:
+        steps.append(
+            StepSize.of_prefill(
+                max_num_batched_tokens=engine.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                page_size=engine.page_size,
+                num_pages=num_pages,
+            )
+        )
+    if PhaseName.DECODE in spec.phases:
+        steps.append(
+            StepSize.of_decode(
+                max_num_seqs=engine.max_num_seqs,
+                max_model_len=max_model_len,
+                page_size=engine.page_size,
+                num_pages=num_pages,
+            )
+        )
+    return WorkerMemory(
+        weight_bytes=weight_bytes(model, engine.dtype),
+        workspace_bytes=max(workspace_bytes(model, engine.dtype, step) for step in steps),
+        kv_cache_bytes=num_pages * layout.page_bytes,
+        min_kv_cache_bytes=layout.num_pages_for(max_model_len) * layout.page_bytes,
+    )
+
+
+def check_memory(specs: Sequence[WorkerSpec], model: ModelConfig, available_bytes: int) -> None:
+    """Raises ``ConfigError`` when the workers together would need more than ``available_bytes``. It names the KV cache that
+    would fit, or says that none would."""
+    workers = [worker_memory(spec, model) for spec in specs]
+    fixed_bytes = SERVER_BYTES + sum(worker.fixed_bytes for worker in workers)
+    needed_bytes = fixed_bytes + sum(worker.kv_cache_bytes for worker in workers)
+    if needed_bytes <= available_bytes:
+        return
+    parts = "; ".join(f"{spec.worker_id}: {describe_memory(worker)}" for spec, worker in zip(specs, workers, strict=True))
+    what = (
+        f"the server needs {format_byte_size(needed_bytes)} of memory and this machine has {format_byte_size(available_bytes)} "
+        f"left ({parts})"
+    )
+    fitting_bytes = (available_bytes - fixed_bytes) // len(workers) // _MIB * _MIB
+    if fitting_bytes >= max(worker.min_kv_cache_bytes for worker in workers):
+        raise ConfigError(f"{what}: give --kv-cache-memory-bytes of at most {fitting_bytes // _MIB}MiB")
+    if fitting_bytes > 0:
+        window = min(_window_that_fits(spec, model, fitting_bytes) for spec in specs)
+        raise ConfigError(
+            f"{what}: give --kv-cache-memory-bytes of at most {fitting_bytes // _MIB}MiB and --max-model-len of at most "
+            f"{window}, or fewer workers"
+        )
+    raise ConfigError(f"{what}: no KV cache is small enough for that; give fewer workers or a smaller model")
+
+
+def describe_memory(worker: WorkerMemory) -> str:
+    """Weights, workspace and KV cache for a reader."""
+    return (
+        f"weights {format_byte_size(worker.weight_bytes)}, workspace up to {format_byte_size(worker.workspace_bytes)}, "
+        f"KV cache {format_byte_size(worker.kv_cache_bytes)}"
+    )
+
+
+def _window_that_fits(spec: WorkerSpec, model: ModelConfig, kv_cache_bytes: int) -> int:
+    layout = model.page_layout(page_size=spec.engine.page_size, dtype=spec.engine.dtype)
+    return kv_cache_bytes // layout.page_bytes * layout.page_size
