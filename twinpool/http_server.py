@@ -13,6 +13,8 @@ import uvicorn
 from serving_core.errors import ConfigError
 
 _BACKLOG = 2048
+KEEP_ALIVE_S = 120
+"""Longer than clients and proxies keep an idle connection (60 to 90 s), so that they are the ones to close it."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -45,7 +47,7 @@ class HttpServer:
     """Serves one ASGI application on one listening socket, until stopped."""
 
     def __init__(self, app: Any, listener: socket.socket) -> None:
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
         self._server = _Server(config)
         self._listener = listener
 
