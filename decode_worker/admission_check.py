@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from llm_engine.token_rules import TokenRules
 from serving_core.errors import RefusalCode, Refused
 from serving_core.generate_request import GenerateRequest
-from serving_core.growth_room import num_growth_pages
 from serving_core.ids import WorkerId
 from serving_core.kv_page_layout import KVPageLayout
+from serving_core.page_demand import PageDemand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,17 +23,15 @@ class AdmissionCheck:
 
     def max_pages_for(self, request: GenerateRequest) -> int:
         """Pages for the sequence at its longest."""
-        return self.layout.num_pages_for(self.rules.max_total_tokens(request))
+        return self._demand(request).max_num_pages(self.layout.page_size)
 
     def first_pages_for(self, request: GenerateRequest, num_evictions: int) -> int:
-        """Pages to be reserved: for the prompt, the log and one token more, and after evictions for room to grow, which doubles
-        each time, so that the sequence ends after a few if not before."""
-        num_tokens = request.num_prompt_tokens + len(request.output_token_ids) + 1
-        num_pages = self.layout.num_pages_for(num_tokens) + num_growth_pages(num_evictions)
-        return min(num_pages, self.max_pages_for(request))
+        """Pages to be reserved: for the prompt, the log and one token more, and after evictions for room to grow."""
+        return self._demand(request, num_evictions).num_pages(self.layout.page_size)
 
     def check(self, request: GenerateRequest) -> None:
-        """Raises ``Refused`` (TOO_LARGE) for what can never fit."""
+        """Raises ``Refused``: MALFORMED for ids that are no tokens, TOO_LARGE for what can never fit."""
+        self.rules.check_token_ids(request)
         num_known_tokens = request.num_prompt_tokens + len(request.output_token_ids)
         if num_known_tokens >= self.rules.max_model_len:
             raise Refused(
@@ -46,3 +44,10 @@ class AdmissionCheck:
                 RefusalCode.TOO_LARGE,
                 f"{request.key} needs up to {num_pages} pages, but decode worker {self.worker_id} has {self.num_pages}.",
             )
+
+    def _demand(self, request: GenerateRequest, num_evictions: int = 0) -> PageDemand:
+        return PageDemand(
+            num_tokens=request.num_prompt_tokens + len(request.output_token_ids) + 1,
+            max_num_tokens=self.rules.max_total_tokens(request),
+            num_evictions=num_evictions,
+        )

@@ -17,7 +17,7 @@ from decode_worker.admission import Admission, ReserveCall
 from decode_worker.admission_check import AdmissionCheck
 from decode_worker.admission_queue import AdmissionQueue
 from decode_worker.commit_check import check_commit, require_token
-from decode_worker.decode_scheduler import DecodeScheduler
+from decode_worker.decode_scheduler import MAX_REPLAY_TOKENS, DecodeScheduler
 from decode_worker.decode_sequence import DecodeSequence, DecodeState, TicketAnswer
 from decode_worker.held_sequences import HeldSequences
 from decode_worker.page_intake import KVWriter, PageIntake
@@ -69,7 +69,7 @@ class DecodePhase:
         max_num_seqs: int,
         new_reservation_id: Callable[[], ReservationId],
         max_waiting: int = 16,
-        max_replay_tokens: int = 16,
+        max_replay_tokens: int = MAX_REPLAY_TOKENS,
     ) -> None:
         assert layout.page_size == pool.page_size
         self.worker_id = worker_id
@@ -106,10 +106,6 @@ class DecodePhase:
         )
         self._intake = PageIntake(desk=self._desk, pool=pool, cache=cache, counters=self.counters)
         self._scheduler = DecodeScheduler(layout=layout, rules=rules, max_replay_tokens=max_replay_tokens)
-
-    @property
-    def num_free_pages(self) -> int:
-        return self._pool.num_free
 
     # Reservation
 
@@ -154,6 +150,7 @@ class DecodePhase:
                 require_token(commit, ended_token_id)
                 return
             sequence, reservation = self._desk.find(commit.reservation_id, commit.attempt)
+            self._rules.check_commit(commit)
             check_commit(commit, sequence, reservation)
         if sequence.state is DecodeState.WAITING_FOR_COMMIT:
             self._pool.move(reservation.page_ids, sequence.owner, PageState.USED)
@@ -186,7 +183,6 @@ class DecodePhase:
             sequence = self._held[row.key]
             if failure is not None:
                 self._held.fail(sequence, FailureKind.INTERNAL, RefusalCode.UNKNOWN_RESERVATION, failure)
-                self.counters.num_row_failures += 1
                 continue
             sequence.num_cached_outputs += len(row.token_ids)
             if token is not None:  # else the replay of its log goes on
@@ -233,4 +229,4 @@ class DecodePhase:
         self._admission.drain()
 
     def status(self) -> PhaseStatus:
-        return PhaseStatus(num_running=len(self._seats), num_waiting=len(self._queue), num_queued_tokens=0)
+        return PhaseStatus(num_running=len(self._seats), num_waiting=len(self._queue))

@@ -9,6 +9,9 @@ from llm_engine.step_plan import PlanRow
 from llm_engine.token_rules import TokenRules
 from serving_core.kv_page_layout import KVPageLayout
 
+MAX_REPLAY_TOKENS = 16
+"""What a worker's steps replay unless told otherwise."""
+
 
 class DecodeScheduler:
     """One row for each decoding sequence: the tokens whose keys and values are not cached yet, and a sample after the last.

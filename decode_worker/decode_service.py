@@ -37,26 +37,24 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.ReserveRequest, context: _ReserveContext
     ) -> decode_pb2.ReserveReply:
         answer: TransferTicket | Refused
-        num_free_pages = 0
         try:
             # Twice the time: a wait for pages ends below with a refusal, which tells the caller more than a status.
             async with bounded_call(context, 2 * self._max_wait_s):
-                answer, num_free_pages = await self._reserve(request)
+                answer = await self._reserve(request)
         except Refused as refused:
             answer = refused
         if isinstance(answer, Refused):
-            return decode_pb2.ReserveReply(refusal=convert.refusal_to_pb(answer), num_free_pages=num_free_pages)
-        return decode_pb2.ReserveReply(ticket=convert.ticket_to_pb(answer), num_free_pages=num_free_pages)
+            return decode_pb2.ReserveReply(refusal=convert.refusal_to_pb(answer))
+        return decode_pb2.ReserveReply(ticket=convert.ticket_to_pb(answer))
 
-    async def _reserve(self, message: decode_pb2.ReserveRequest) -> tuple[TransferTicket | Refused, int]:
+    async def _reserve(self, message: decode_pb2.ReserveRequest) -> TransferTicket | Refused:
         request = convert.request_from_pb(message.request)
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[tuple[TransferTicket | Refused, int]] = loop.create_future()
+        answered: asyncio.Future[TransferTicket | Refused] = loop.create_future()
 
         def on_engine(answer: TransferTicket | Refused) -> None:
-            num_free_pages = self._phase.num_free_pages
             with suppress(RuntimeError):  # the event loop has closed: the caller is gone, and so will be its lease
-                loop.call_soon_threadsafe(_set_once, answered, (answer, num_free_pages))
+                loop.call_soon_threadsafe(_set_once, answered, answer)
 
         router_id = RouterId(message.router_id)
         try:
@@ -100,8 +98,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.DecodeReleaseReply()
 
 
-def _set_once(
-    answered: asyncio.Future[tuple[TransferTicket | Refused, int]], answer: tuple[TransferTicket | Refused, int]
-) -> None:
+def _set_once(answered: asyncio.Future[TransferTicket | Refused], answer: TransferTicket | Refused) -> None:
     if not answered.done():  # the caller may have gone, or been answered that it gave way to a higher attempt
         answered.set_result(answer)

@@ -21,6 +21,7 @@ from kv_transfer.page_answer import encode_accepted, encode_refused
 from kv_transfer.page_frame import decode_frame
 from kv_transfer.page_transport import PageSink, Segment
 from serving_core.errors import RefusalCode, Refused
+from serving_core.rpc.bounded_call import bounded_call
 
 SERVICE = "twinpool.kv.v1.PagePath"
 METHOD = "Write"
@@ -33,24 +34,29 @@ class GrpcPageService:
 
     The server it is added to should refuse messages above ``page_frame.MAX_FRAME_BYTES``; larger frames that get through are
     refused here. ``max_batch_segments`` bounds one call of the sink, and what a stream holds in memory to twice that many
-    frames; ``max_idle_s`` ends a stream on which nothing came for that long, ``linger_s`` one that was refused.
+    frames; ``max_idle_s`` ends a stream on which nothing came for that long, ``max_wait_s`` one whose frames the sink did not
+    take in that time, ``linger_s`` one that was refused.
     """
 
-    def __init__(self, sink: PageSink, *, max_batch_segments: int = 8, max_idle_s: float = 60.0, linger_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        sink: PageSink,
+        *,
+        max_batch_segments: int = 8,
+        max_idle_s: float = 60.0,
+        max_wait_s: float = 30.0,
+        linger_s: float = 1.0,
+    ) -> None:
         assert max_batch_segments >= 1
         assert max_idle_s > 0
+        assert max_wait_s > 0
         assert linger_s > 0
         self._sink = sink
         self._max_batch_segments = max_batch_segments
         self._max_idle_s = max_idle_s
+        self._max_wait_s = max_wait_s
         self._linger_s = linger_s
-        self._num_bytes_received = 0
         self._num_refused_writes: Counter[RefusalCode] = Counter()
-
-    @property
-    def num_bytes_received(self) -> int:
-        """Payload bytes that the sink accepted, segments sent again included. Only grows."""
-        return self._num_bytes_received
 
     @property
     def num_refused_writes(self) -> Mapping[RefusalCode, int]:
@@ -68,9 +74,9 @@ class GrpcPageService:
         try:
             num_accepted = 0
             while batch := await inbox.take():
-                await self._sink.accept(batch)
+                async with bounded_call(context, self._max_wait_s):
+                    await self._sink.accept(batch)
                 num_accepted += len(batch)
-                self._num_bytes_received += sum(segment.payload.nbytes for segment in batch)
                 await context.write(encode_accepted(num_accepted))
             await reader  # raises what ended the stream early
         except Refused as refusal:

@@ -1,4 +1,4 @@
-"""The sending end of the page path over gRPC: one channel per decode worker, one stream per attempt, bounded by credits.
+"""The sending end of the page path over gRPC: one stream per attempt, bounded by credits, over channels that they share.
 
 It owns channels and streams, never pages: a segment is copied into its frame before ``write`` returns. It waits for no answer
 longer than the stall time-out. gRPC's errors end here.
@@ -19,8 +19,7 @@ from kv_transfer.page_answer import decode_answer
 from kv_transfer.page_frame import MAX_FRAME_BYTES, encode_frame
 from kv_transfer.page_transport import PageStream, Segment
 from serving_core.errors import RefusalCode, Refused, WorkerLost
-from serving_core.ids import Incarnation
-from serving_core.rpc.channel import open_channel
+from serving_core.rpc.channel_cache import ChannelCache, SharedChannel
 from serving_core.transfer_ticket import TransferTicket
 
 
@@ -38,80 +37,33 @@ class GrpcPageTransport:
         assert stall_timeout_s > 0
         self._max_unanswered_segments = max_unanswered_segments
         self._stall_timeout_s = stall_timeout_s
-        self._current: dict[str, _Way] = {}
-        self._ways: set[_Way] = set()
-        self._is_closed = False
+        self._channels = ChannelCache(max_message_bytes=MAX_FRAME_BYTES)
 
     @asynccontextmanager
     async def open(self, ticket: TransferTicket) -> AsyncIterator[PageStream]:
         """A stream to the ticket's decode worker. Connects with the first write."""
-        way = await self._way_to(ticket)
-        stream = _GrpcPageStream(way, self._max_unanswered_segments, self._stall_timeout_s)
-        way.num_streams += 1
-        try:
-            yield stream
-        finally:
-            way.num_streams -= 1
-            # A broken channel goes at once: a new one connects faster than gRPC's back-off lets an old one.
-            if stream.is_broken:
-                await self._retire(way)
-            elif way.is_retired:
-                await self._close_unused(way)
-            await stream.release()
+        async with self._channels.use(ticket.decode_address, ticket.decode_incarnation) as shared:
+            stream = _GrpcPageStream(shared, self._max_unanswered_segments, self._stall_timeout_s)
+            try:
+                yield stream
+            finally:
+                if stream.is_broken:
+                    shared.retire()
+                await stream.release()
 
     async def close(self) -> None:
         """Release every channel; streams still open raise ``WorkerLost``. Idempotent."""
-        self._is_closed = True
-        self._current.clear()
-        for way in list(self._ways):
-            self._ways.discard(way)
-            await way.channel.close()
-
-    async def _way_to(self, ticket: TransferTicket) -> _Way:
-        if self._is_closed:
-            raise WorkerLost(f"The way to {ticket.decode_worker_id} is closed because this worker is stopping.")
-        way = self._current.get(ticket.decode_address)
-        if way is not None and way.incarnation != ticket.decode_incarnation:
-            await self._retire(way)
-            way = None
-        if way is None:
-            way = _Way(ticket.decode_address, ticket.decode_incarnation)
-            self._current[way.address] = way
-            self._ways.add(way)
-        return way
-
-    async def _retire(self, way: _Way) -> None:
-        """Give ``way`` to no new stream; close it with its last one."""
-        way.is_retired = True
-        if self._current.get(way.address) is way:
-            del self._current[way.address]
-        await self._close_unused(way)
-
-    async def _close_unused(self, way: _Way) -> None:
-        if way.num_streams == 0 and way in self._ways:
-            self._ways.discard(way)
-            await way.channel.close()
-
-
-class _Way:
-    """One channel to one incarnation of a decode worker, shared by the streams of all attempts."""
-
-    def __init__(self, address: str, incarnation: Incarnation) -> None:
-        self.address = address
-        self.incarnation = incarnation
-        self.channel = open_channel(address, max_message_bytes=MAX_FRAME_BYTES)
-        self.num_streams = 0
-        self.is_retired = False
+        await self._channels.close()
 
 
 class _GrpcPageStream:
     """One call. A task of its own reads answers, so that a refusal is known however many writes are under way."""
 
-    def __init__(self, way: _Way, max_unanswered_segments: int, stall_timeout_s: float) -> None:
-        self._address = way.address
+    def __init__(self, shared: SharedChannel, max_unanswered_segments: int, stall_timeout_s: float) -> None:
+        self._address = shared.address
         self._max_unanswered_segments = max_unanswered_segments
         self._stall_timeout_s = stall_timeout_s
-        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = way.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = shared.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
         self._num_written = 0
         self._num_accepted = 0
         self._end: Refused | WorkerLost | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from llm_engine.gguf_file import ArrayLength, GgufFile
+from llm_engine.gguf_file import GgufFile
 from llm_engine.model_config import ModelConfig
 from llm_engine.rope_scaling import LinearScaling
 from serving_core.errors import ModelFileError
+from serving_core.gguf_header import ArrayLength
 
 
 def read_gguf_config(file: GgufFile) -> ModelConfig:
@@ -52,9 +53,12 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def read_eos_token_ids(file: GgufFile) -> frozenset[int]:
-    """The ids that end an answer: end of sequence, and end of turn where the file names one."""
-    values = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("eos_token_id", "eot_token_id"))
-    return frozenset(value for value in values if isinstance(value, int))
+    """The ids that end an answer: end of sequence, and end of turn and of message where the file names them. Raises
+    ModelFileError for one that is no token."""
+    reader = _MetadataReader(file)
+    num_tokens = _num_tokens(file, _vocab_size(file))
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    return frozenset(reader.token_id(key, num_tokens) for key in keys if key in file.metadata)
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -88,6 +92,12 @@ class _MetadataReader:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self._wrong(key, "a number above 0")
         return float(value)
+
+    def token_id(self, key: str, num_tokens: int) -> int:
+        value = self._file.metadata[key]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_tokens:
+            raise self._wrong(key, f"a token's id, below {num_tokens}")
+        return value
 
     def refuse_unless(self, key: str, *supported: int | str) -> int | str:
         """The key's value, or the first of ``supported`` when the file does not state it."""

@@ -1,15 +1,12 @@
-"""A GGUF file on disk: its metadata, its tensor table, and one tensor's weights at a time as float32.
+"""A GGUF file on disk: its metadata, its tensors' places, and one tensor's weights at a time as float32.
 
-Knows the container, not the model inside. Nothing in the file is trusted: every length is checked against the file's size
-before it is followed, so a damaged file ends in one sentence. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Knows the container, not the model inside. A tensor is checked against the file's size before it is followed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import mmap
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +18,10 @@ from gguf.quants import dequantize
 
 from llm_engine.checkpoint import PIECE_ELEMENTS
 from serving_core.errors import ModelFileError
+from serving_core.gguf_header import TensorRow, map_gguf, read_gguf_header
 
-_MAGIC = b"GGUF"
-_SUPPORTED_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-_MAX_DIMENSIONS = 4
 _SAMPLE_BYTES = 4096
-
-_SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
 
 SUPPORTED_TYPES = frozenset(
     GGMLQuantizationType[name]
@@ -37,20 +29,10 @@ SUPPORTED_TYPES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayLength:
-    """An array in the metadata. Only its length is kept: arrays describe the tokenizer, which is not the engine's."""
-
-    length: int
-
-
-MetadataValue = int | float | bool | str | ArrayLength
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One row of the tensor table. ``shape`` has the fastest dimension last, as torch writes it; ``offset`` is from the start
-    of the file."""
+    """Where and how a tensor is stored. ``shape`` has the fastest dimension last, as torch writes it; ``offset`` is from the
+    start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,13 +49,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ModelFileError(f"{path} cannot be read: {error.strerror}.") from error
-        except ValueError as error:  # an empty file cannot be mapped
-            raise ModelFileError(f"{path} is empty, not a GGUF file.") from error
+        self._map = map_gguf(path)
         try:
             self._read_header()
         except BaseException:
@@ -123,39 +99,28 @@ class GgufFile:
         return digest.hexdigest()
 
     def _read_header(self) -> None:
-        if self._map[:4] != _MAGIC:
-            raise ModelFileError(f"{self.path} is not a GGUF file: it begins with {self._map[:4]!r}, not {_MAGIC!r}.")
-        cursor = _Cursor(self._map, self.path, offset=4)
-        (version,) = cursor.unpack("I")
-        if version not in _SUPPORTED_VERSIONS:
-            raise ModelFileError(f"{self.path} has GGUF version {version}; versions 2 and 3, little-endian, can be read.")
-        num_tensors, num_values = cursor.unpack("QQ")
-
-        self.metadata: dict[str, MetadataValue] = {}
-        for _ in range(num_values):
-            key = cursor.string()
-            (value_type,) = cursor.unpack("I")
-            self.metadata[key] = cursor.value(value_type)
-
-        table = [cursor.tensor_row() for _ in range(num_tensors)]
-        self._header_bytes = cursor.offset
+        # Arrays describe the tokenizer, which is not the engine's.
+        header = read_gguf_header(self._map, self.path, with_arrays=False)
+        self.metadata = header.metadata
+        self._header_bytes = header.num_bytes
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelFileError(f"{self.path} has general.alignment {alignment!r}, which must be a positive number.")
-        data_start = -(-cursor.offset // alignment) * alignment
+        data_start = -(-header.num_bytes // alignment) * alignment
 
         self.tensors: dict[str, TensorInfo] = {}
-        for name, shape, type_number, offset in table:
-            info = self._tensor_info(name, shape, type_number, data_start + offset)
-            if name in self.tensors:
-                raise ModelFileError(f"{self.path} holds the tensor {name} twice.")
-            self.tensors[name] = info
+        for row in header.tensor_rows:
+            info = self._tensor_info(row, data_start)
+            if row.name in self.tensors:
+                raise ModelFileError(f"{self.path} holds the tensor {row.name} twice.")
+            self.tensors[row.name] = info
 
-    def _tensor_info(self, name: str, shape: tuple[int, ...], type_number: int, offset: int) -> TensorInfo:
+    def _tensor_info(self, row: TensorRow, data_start: int) -> TensorInfo:
+        name, shape, offset = row.name, row.shape, data_start + row.offset
         try:
-            tensor_type = GGMLQuantizationType(type_number)
+            tensor_type = GGMLQuantizationType(row.type_number)
         except ValueError as error:
-            raise ModelFileError(f"{self.path}: tensor {name} has the unknown type number {type_number}.") from error
+            raise ModelFileError(f"{self.path}: tensor {name} has the unknown type number {row.type_number}.") from error
         if tensor_type not in SUPPORTED_TYPES:
             names = ", ".join(sorted(supported.name for supported in SUPPORTED_TYPES))
             raise ModelFileError(f"{self.path}: tensor {name} is stored as {tensor_type.name}; supported are {names}.")
@@ -173,65 +138,3 @@ class GgufFile:
                 f"{self.path} is truncated: tensor {name} ends at byte {offset + num_bytes} and the file has {len(self._map)}."
             )
         return TensorInfo(name=name, shape=shape, type=tensor_type, offset=offset, num_bytes=num_bytes)
-
-
-class _Cursor:
-    """Reads the header from front to back and never past the end of the file."""
-
-    def __init__(self, data: mmap.mmap, path: Path, *, offset: int) -> None:
-        self._data = data
-        self._path = path
-        self.offset = offset
-
-    def unpack(self, format_: str) -> tuple[int, ...]:
-        start = self._advance(struct.calcsize("<" + format_))
-        return struct.unpack_from("<" + format_, self._data, start)
-
-    def string(self) -> str:
-        (length,) = self.unpack("Q")
-        start = self._advance(length)
-        try:
-            return self._data[start : self.offset].decode()
-        except UnicodeDecodeError as error:
-            raise ModelFileError(f"{self._path} is damaged: the text at byte {start} of its header is not UTF-8.") from error
-
-    def value(self, value_type: int) -> MetadataValue:
-        if value_type in _SCALAR_FORMATS:
-            (scalar,) = self.unpack(_SCALAR_FORMATS[value_type])
-            return scalar
-        if value_type == _STRING:
-            return self.string()
-        if value_type == _ARRAY:
-            return self._array()
-        raise self._unknown_type(value_type)
-
-    def tensor_row(self) -> tuple[str, tuple[int, ...], int, int]:
-        """(name, shape with the fastest dimension last, type number, offset from the start of the data)."""
-        name = self.string()
-        (num_dimensions,) = self.unpack("I")
-        if num_dimensions > _MAX_DIMENSIONS:
-            raise ModelFileError(f"{self._path} is damaged: tensor {name} has {num_dimensions} dimensions.")
-        shape = self.unpack("Q" * num_dimensions)
-        type_number, offset = self.unpack("IQ")
-        return name, shape[::-1], type_number, offset
-
-    def _array(self) -> ArrayLength:
-        item_type, length = self.unpack("IQ")
-        if item_type in _SCALAR_FORMATS:
-            self._advance(length * struct.calcsize("<" + _SCALAR_FORMATS[item_type]))
-        elif item_type == _STRING:
-            for _ in range(length):
-                self._advance(self.unpack("Q")[0])
-        else:
-            raise self._unknown_type(item_type)
-        return ArrayLength(length)
-
-    def _advance(self, num_bytes: int) -> int:
-        start = self.offset
-        if start + num_bytes > len(self._data):
-            raise ModelFileError(f"{self._path} is truncated: its header goes on past its end, byte {len(self._data)}.")
-        self.offset = start + num_bytes
-        return start
-
-    def _unknown_type(self, value_type: int) -> ModelFileError:
-        return ModelFileError(f"{self._path} is damaged: its header has a value of the unknown type {value_type}.")

@@ -18,7 +18,7 @@ _DERIVED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
 """Old checkpoints hold the rotary frequencies beside the weights they follow from."""
 
 _SAMPLE_BYTES = 4096
-_PRINTED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_PRINTED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 class HuggingFaceCheckpoint:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving_core.errors import ModelFileError
+from serving_core.folder_special_tokens import read_folder_special_tokens
 from serving_core.model_json import ModelJson
 
 
@@ -29,8 +30,10 @@ def read_folder_tokens(folder: Path) -> FolderTokens:
             if token_id >= num_tokens:
                 raise file.wrong("eos_token_id", f"below {num_tokens}, the number of tokens")
             eos_token_ids.add(token_id)
-    eos_token = ModelJson.read_optional(folder / "tokenizer_config.json").token_text("eos_token")
-    if eos_token in ids:
+    eos_token = read_folder_special_tokens(folder).eos
+    if eos_token is not None:
+        if eos_token not in ids:
+            raise ModelFileError(f"{folder} names {eos_token!r} as eos_token, but its tokenizer has no such token.")
         eos_token_ids.add(ids[eos_token])
     return FolderTokens(num_tokens=num_tokens, eos_token_ids=frozenset(eos_token_ids))
 

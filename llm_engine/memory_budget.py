@@ -34,12 +34,14 @@ class StepSize:
     max_row_keys: int
 
     @classmethod
-    def of_prefill(cls, *, max_num_batched_tokens: int, max_model_len: int, page_size: int, num_pages: int) -> StepSize:
-        """A step full of prompts: one at the end of the window, or as many as there is budget for, a page each."""
+    def of_prefill(
+        cls, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, page_size: int, num_pages: int
+    ) -> StepSize:
+        """A step full of prompts: one at the end of the window, and as many others as may begin, down to a token each."""
         num_tokens = min(max_num_batched_tokens, num_pages * page_size)
-        num_rows = -(-num_tokens // page_size)
+        num_rows = min(max_num_seqs, num_tokens, num_pages)
         max_row_keys = _padded(max_model_len)
-        num_keys = max(max_row_keys, num_rows * _KEY_BLOCK)
+        num_keys = min(num_rows * max_row_keys, max_row_keys + _padded(num_tokens) + (num_rows - 1) * _KEY_BLOCK)
         return cls(
             num_tokens=num_tokens,
             max_row_tokens=num_tokens,
@@ -49,12 +51,21 @@ class StepSize:
         )
 
     @classmethod
-    def of_decode(cls, *, max_num_seqs: int, max_model_len: int, page_size: int, num_pages: int) -> StepSize:
-        """One token for each of ``max_num_seqs`` sequences, which share the pages that there are."""
+    def of_decode(
+        cls, *, max_num_seqs: int, max_replay_tokens: int, max_model_len: int, page_size: int, num_pages: int
+    ) -> StepSize:
+        """A token for each of ``max_num_seqs`` sequences, which share the pages that there are; for one of them the
+        ``max_replay_tokens`` of a replayed log instead."""
         num_rows = min(max_num_seqs, num_pages)
         max_row_keys = _padded(max_model_len)
         num_keys = min(num_rows * max_row_keys, num_pages * page_size + num_rows * _KEY_BLOCK)
-        return cls(num_tokens=num_rows, max_row_tokens=1, num_rows=num_rows, num_keys=num_keys, max_row_keys=max_row_keys)
+        return cls(
+            num_tokens=num_rows - 1 + max_replay_tokens,
+            max_row_tokens=max_replay_tokens,
+            num_rows=num_rows,
+            num_keys=num_keys,
+            max_row_keys=max_row_keys,
+        )
 
 
 def num_pages_for_budget(layout: KVPageLayout, kv_cache_memory_bytes: int, max_model_len: int) -> int:

@@ -12,11 +12,10 @@ from serving_core.worker_status import PhaseName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStatus:
-    """A phase's load. ``num_queued_tokens``: prompt tokens still to be computed (0 for decode)."""
+    """A phase's load, in sequences."""
 
     num_running: int
     num_waiting: int
-    num_queued_tokens: int
 
 
 class Phase(Protocol):

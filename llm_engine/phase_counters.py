@@ -17,7 +17,7 @@ class PhaseCounters:
     ``num_prompt_tokens``: computed here. ``num_generation_tokens``: sampled here (index 0 by prefill, the rest by decode).
     ``num_kv_bytes``: copied into pages for a hand-off (decode only; what prefill sends, its hand-offs count).
     ``num_preemptions``: sequences evicted so that an older one could grow (decode only).
-    ``num_row_failures``: sequences lost because the runner could not compute their row.
+    ``refusals``: what was asked of the phase and declined, page writes included.
     """
 
     num_prompt_tokens: int = 0
@@ -25,7 +25,6 @@ class PhaseCounters:
     num_kv_bytes: int = 0
     num_leases_expired: int = 0
     num_preemptions: int = 0
-    num_row_failures: int = 0
     refusals: Counter[RefusalCode] = field(default_factory=Counter)
 
     @contextmanager

@@ -8,13 +8,14 @@ lease's end. Knows no sequence, no page and no transport.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from llm_engine.phase import Phase, Runner
 from serving_core.clock import Clock
-from serving_core.errors import WorkerLost
+from serving_core.errors import TwinpoolError, WorkerLost
 from serving_core.worker_status import PhaseName
 
 T = TypeVar("T")
@@ -23,9 +24,9 @@ T = TypeVar("T")
 class StepLoop:
     """Owns the engine thread from ``start`` to ``stop``.
 
-    ``setup_thread`` runs first on that thread. ``on_crash`` gets whatever it, a phase or the runner raised, on the engine
-    thread, which then ends: the phases' state can no longer be trusted. The thread is a daemon, so that it never holds back a
-    process that gives up.
+    ``setup_thread`` runs first on that thread. ``on_crash`` gets whatever it, a phase or the runner raised, or a call that
+    broke, on the engine thread, which then ends: the phases' state can no longer be trusted. The thread is a daemon, so that it
+    never holds back a process that gives up.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class StepLoop:
         self._on_crash = on_crash
         self._setup_thread = setup_thread
         self._changed = threading.Condition()
-        self._calls: list[tuple[Callable[[], None], Callable[[], None]]] = []  # (run, reject), guarded by _changed
+        self._calls: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()  # (run, reject), guarded by _changed
         self._is_closed = False  # guarded by _changed
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -60,8 +61,12 @@ class StepLoop:
         return not self._thread.is_alive()
 
     def call(self, fn: Callable[[], T]) -> Future[T]:
-        """Run ``fn`` on the engine thread between two steps, in order of calling. Its result or exception goes to the future
-        and nowhere else. After ``stop`` or a crash the future fails with WorkerLost. Safe from any thread."""
+        """Run ``fn`` on the engine thread between two steps, in order of calling. Its result or exception goes to the future.
+
+        A TwinpoolError is an answer and goes nowhere else; anything else means that ``fn`` broke halfway, and crashes the loop
+        too, whether or not anybody looks at the future. After ``stop`` or a crash it fails with WorkerLost. Safe from any
+        thread.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -71,6 +76,8 @@ class StepLoop:
                 result = fn()
             except BaseException as error:
                 future.set_exception(error)
+                if not isinstance(error, TwinpoolError):
+                    raise
             else:
                 future.set_result(result)
 
@@ -99,16 +106,26 @@ class StepLoop:
 
     def _turn(self) -> bool:
         """False once the loop is closed."""
-        with self._changed:
-            if self._is_closed:
-                return False
-            calls, self._calls = self._calls, []
-        for run, _ in calls:
-            run()
+        if not self._run_calls():
+            return False
         lease_ends = [end for phase in self._phases if (end := phase.expire(self._clock.now())) is not None]
         has_stepped = [self._step(phase) for phase in self._phases]
         if not any(has_stepped):
             self._sleep(min(lease_ends, default=None))
+        return True
+
+    def _run_calls(self) -> bool:
+        """Run those that wait by now, one by one, so that what a crash leaves is rejected. False once the loop is closed."""
+        with self._changed:
+            if self._is_closed:
+                return False
+            num_calls = len(self._calls)
+        for _ in range(num_calls):
+            with self._changed:
+                if not self._calls:
+                    return False  # closed meanwhile, which rejected the rest
+                run, _ = self._calls.popleft()
+            run()
         return True
 
     def _step(self, phase: Phase) -> bool:
@@ -127,7 +144,8 @@ class StepLoop:
     def _close(self) -> None:
         with self._changed:
             self._is_closed = True
-            calls, self._calls = self._calls, []
+            calls = tuple(self._calls)
+            self._calls.clear()
             self._changed.notify()
         for _, reject in calls:
             reject()

@@ -1,24 +1,43 @@
-"""When a sequence ends by its tokens, and which tokens may not be chosen yet. Both phases ask here, so that they agree.
+"""Which ids are tokens, which of them end a sequence, and which may not be chosen yet. Both phases ask here, and so agree.
 
 Text rules (stop strings) are the router's and unknown here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from llm_engine.step_plan import Penalties, SampleSpec
+from serving_core.errors import RefusalCode, Refused
 from serving_core.generate_request import GenerateRequest
 from serving_core.token_event import FinishReason
+from serving_core.transfer_ticket import HandoffCommit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRules:
-    """The rules that depend on the worker: the model's end tokens, and ``max_model_len`` for prompt and answer together."""
+    """The rules that depend on the worker: the model's tokens, ids 0 to ``num_tokens`` - 1, those of them that end a sequence,
+    and ``max_model_len`` for prompt and answer together."""
 
     eos_token_ids: frozenset[int]
+    num_tokens: int
     max_model_len: int
+
+    def check_token_ids(self, request: GenerateRequest) -> None:
+        """Raises ``Refused`` (MALFORMED) unless every id in the request is a token of the model: computing another would fail
+        the step for everybody in it."""
+        sampling = request.sampling
+        self._check_ids("prompt", request.prompt_token_ids)
+        self._check_ids("log", request.output_token_ids)
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+
+    def check_commit(self, commit: HandoffCommit) -> None:
+        """Raises ``Refused`` (MALFORMED) unless the token handed over, and each named beside it, is one of the model."""
+        self._check_ids("commit", (commit.token_id,))
+        if commit.logprobs is not None:
+            self._check_ids("commit's logprobs", [token_id for token_id, _ in commit.logprobs.top])
 
     def finish_reason(self, request: GenerateRequest, output_index: int, token_id: int) -> FinishReason | None:
         """How ``token_id`` at place ``output_index`` of the answer ends the sequence, or None when it goes on.
@@ -58,6 +77,12 @@ class TokenRules:
     def max_total_tokens(self, request: GenerateRequest) -> int:
         """Prompt and answer at their longest under these rules: what the worst case must hold."""
         return min(request.max_total_tokens, self.max_model_len)
+
+    def _check_ids(self, where: str, token_ids: Collection[int]) -> None:
+        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+        if lowest < 0 or highest >= self.num_tokens:
+            wrong = lowest if lowest < 0 else highest
+            raise Refused(RefusalCode.MALFORMED, f"Token id {wrong} in the {where} must be from 0 to {self.num_tokens - 1}.")
 
     def _end_token_ids(self, request: GenerateRequest) -> frozenset[int]:
         stop_token_ids = frozenset(request.sampling.stop_token_ids)

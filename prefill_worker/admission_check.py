@@ -37,8 +37,9 @@ class AdmissionCheck:
                 f"{self.layout.page_size}.",
             )
 
-    def check_size(self, request: GenerateRequest) -> None:
-        """TOO_LARGE for a prompt that can never fit."""
+    def check_request(self, request: GenerateRequest) -> None:
+        """MALFORMED for ids that are no tokens, TOO_LARGE for a prompt that can never fit."""
+        self.rules.check_token_ids(request)
         if request.num_prompt_tokens >= self.rules.max_model_len:
             raise Refused(
                 RefusalCode.TOO_LARGE,

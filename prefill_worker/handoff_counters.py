@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-TRANSFER_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+from serving_core.metric_names import KV_TRANSFER_SECONDS_BUCKETS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,11 +41,11 @@ class DurationHistogram:
 class HandoffCounters:
     """Totals over hand-offs that have ended, however they ended; the histogram has the acknowledged ones only.
 
-    ``transfer_s``: page bytes under way, or waiting for a way, as far as the hand-off itself tells.
+    ``num_bytes_sent`` includes what was sent again. ``transfer_s``: page bytes were under way; neither computing nor the waits
+    after a broken way count.
     """
 
     num_acknowledged: int = 0
     num_not_acknowledged: int = 0
     num_bytes_sent: int = 0
-    num_broken_ways: int = 0
-    transfer_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(bounds_s=TRANSFER_BOUNDS_S))
+    transfer_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(bounds_s=KV_TRANSFER_SECONDS_BUCKETS))

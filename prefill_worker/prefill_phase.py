@@ -45,7 +45,8 @@ _WORTH_ANOTHER_TICKET = frozenset({RefusalCode.LEASE_EXPIRED, RefusalCode.UNKNOW
 class PrefillPhase:
     """The prefill phase of one worker; implements ``Phase``.
 
-    ``local_decode`` is the decode phase mounted on the same pool, if there is one.
+    ``max_num_batched_tokens`` and ``max_num_seqs`` bound one step. ``local_decode`` is the decode phase mounted on the same
+    pool, if there is one.
     """
 
     name = PhaseName.PREFILL
@@ -61,6 +62,7 @@ class PrefillPhase:
         clock: Clock,
         lease_s: float,
         max_num_batched_tokens: int,
+        max_num_seqs: int,
         local_decode: LocalDecode | None = None,
     ) -> None:
         assert layout.page_size == pool.page_size
@@ -75,7 +77,7 @@ class PrefillPhase:
         self._admission = AdmissionCheck(worker_id=worker_id, layout=layout, rules=rules, num_pages=pool.num_pages)
         self._outbox = EventOutbox(sink)
         self._leases = LeaseTable(lease_s)
-        self._scheduler = PrefillScheduler(max_num_batched_tokens)
+        self._scheduler = PrefillScheduler(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         self._sequences: dict[SequenceKey, PrefillSequence] = {}
         self._by_open_handoff: dict[PageOwner, PrefillSequence] = {}
         self._ended_attempts: RecentEndings[SequenceKey, int] = RecentEndings(keep_s=lease_s, max_entries=_MAX_ENDINGS)
@@ -120,7 +122,7 @@ class PrefillPhase:
         if self._is_draining and held is None:
             raise Refused(RefusalCode.DRAINING, f"Prefill worker {self._worker_id} is draining and takes no new prompt.")
         self._admission.check_ticket(request, ticket)
-        self._admission.check_size(request)
+        self._admission.check_request(request)
         if held is not None:
             self._admission.check_same_sequence(request, held)
 
@@ -181,7 +183,7 @@ class PrefillPhase:
             try:
                 self._pages.borrow(sequence)
             except Refused as refused:
-                self._fail(sequence, FailureKind.HANDOFF, str(refused), refused.code)
+                self._fail(sequence, FailureKind.HANDOFF, str(refused))
 
     def _take_pages(self, sequence: PrefillSequence) -> bool:
         if not self._pages.take(sequence):
@@ -206,8 +208,7 @@ class PrefillPhase:
         for row, token, failure in zip(plan.rows, result.tokens, failures, strict=True):
             sequence = self._sequences[row.key]
             if failure is not None:
-                self.counters.num_row_failures += 1
-                self._fail(sequence, FailureKind.INTERNAL, failure, None)
+                self._fail(sequence, FailureKind.INTERNAL, failure)
                 continue
             sequence.num_computed += len(row.token_ids)
             self.counters.num_prompt_tokens += len(row.token_ids)
@@ -261,7 +262,7 @@ class PrefillPhase:
         try:
             self._local_decode.commit(commit)
         except Refused as refused:
-            self._fail(sequence, FailureKind.HANDOFF, str(refused), refused.code)
+            self._fail(sequence, FailureKind.HANDOFF, str(refused))
         else:
             self._end(sequence)
 
@@ -295,14 +296,13 @@ class PrefillPhase:
                 self._on_refused(sequence, error)
 
     def _on_refused(self, sequence: PrefillSequence, error: TwinpoolError) -> None:
-        code = error.code if isinstance(error, Refused) else None
-        if code is not None and code not in _WORTH_ANOTHER_TICKET:
-            self._fail(sequence, FailureKind.HANDOFF, str(error), code)
+        if isinstance(error, Refused) and error.code not in _WORTH_ANOTHER_TICKET:
+            self._fail(sequence, FailureKind.HANDOFF, str(error))
             return
         self._scheduler.remove(sequence)
         self._pages.leave_line(sequence)
         sequence.state = PrefillState.WAITING_FOR_ROUTER
-        self._report(sequence, FailureKind.HANDOFF, str(error), code)
+        self._report(sequence, FailureKind.HANDOFF, str(error))
 
     def expire(self, now: float) -> float | None:
         for key in self._leases.expired(now):
@@ -312,7 +312,7 @@ class PrefillPhase:
                 self._end(sequence)  # its router was told that the attempt failed already
                 continue
             message = f"No router named {key} for {self._leases.lease_s:g} s, so prefill worker {self._worker_id} released it."
-            self._fail(sequence, FailureKind.LEASE_EXPIRED, message, None)
+            self._fail(sequence, FailureKind.LEASE_EXPIRED, message)
         return self._leases.next_deadline
 
     def renew(self, keys: frozenset[SequenceKey]) -> None:
@@ -333,15 +333,14 @@ class PrefillPhase:
         return PhaseStatus(
             num_running=len(self._sequences) - num_waiting + num_closing,
             num_waiting=num_waiting,
-            num_queued_tokens=self._scheduler.num_queued_tokens,
         )
 
-    def _report(self, sequence: PrefillSequence, kind: FailureKind, message: str, code: RefusalCode | None) -> None:
-        failed = SequenceFailed(key=sequence.key, attempt=sequence.attempt, kind=kind, message=message, refusal=code)
+    def _report(self, sequence: PrefillSequence, kind: FailureKind, message: str) -> None:
+        failed = SequenceFailed(key=sequence.key, attempt=sequence.attempt, kind=kind, message=message)
         self._outbox.put(sequence.router_id, failed)
 
-    def _fail(self, sequence: PrefillSequence, kind: FailureKind, message: str, code: RefusalCode | None) -> None:
-        self._report(sequence, kind, message, code)
+    def _fail(self, sequence: PrefillSequence, kind: FailureKind, message: str) -> None:
+        self._report(sequence, kind, message)
         self._end(sequence)
 
     def _end(self, sequence: PrefillSequence, *, fence: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Which prompt tokens are computed in the next step: first come, first served, in chunks under a token budget.
+"""Which prompt tokens are computed in the next step: first come, first served, in chunks, up to so many tokens and prompts.
 
 Decides only; pages, hand-offs and leases are the phase's.
 """
@@ -22,19 +22,17 @@ class Chunk:
 class PrefillScheduler:
     """Prompts in order of arrival. Several share a step; what does not fit into one is cut, at whatever token."""
 
-    def __init__(self, max_num_batched_tokens: int) -> None:
+    def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         assert max_num_batched_tokens >= 1
+        assert max_num_seqs >= 1
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
         self._started: list[PrefillSequence] = []
         self._waiting: list[PrefillSequence] = []
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        return sum(sequence.num_remaining for sequence in self)
 
     def __iter__(self) -> Iterator[PrefillSequence]:
         yield from (*self._started, *self._waiting)
@@ -61,13 +59,13 @@ class PrefillScheduler:
         budget = self._max_num_batched_tokens
         chunks: list[Chunk] = []
         for sequence in self._started:
-            if budget == 0:
+            if budget == 0 or len(chunks) == self._max_num_seqs:
                 return chunks
             chunks.append(Chunk(sequence=sequence, num_tokens=min(budget, sequence.num_remaining)))
             budget -= chunks[-1].num_tokens
         is_held_up = False
         for sequence in tuple(self._waiting):
-            if budget == 0:
+            if budget == 0 or len(chunks) == self._max_num_seqs:
                 return chunks
             if is_held_up and not sequence.is_local:
                 continue

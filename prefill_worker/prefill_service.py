@@ -63,12 +63,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._max_wait_s = max_wait_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._handoffs: set[OutgoingHandoff] = set()
+        self._is_closing = False
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
 
     async def close(self) -> None:
         """Cancel every hand-off, report its end to the phase, and close the channels. Idempotent."""
+        self._is_closing = True
         for handoff in tuple(self._handoffs):
             handoff.cancel()
         while self._tasks:
@@ -110,7 +112,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             plan=TransferPlan.between(self._layout, ticket.layout),
             source=self._source,
             transport=self._transport,
-            committer=self._commits.to(ticket.decode_address),
+            committer=self._commits.to(ticket),
             clock=self._clock,
         )
 
@@ -137,12 +139,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """Run the hand-off to its end. Returns why it was not acknowledged, None when it was."""
         running = asyncio.create_task(handoff.run())
         self._handoffs.add(handoff)
+        if self._is_closing:  # it was being admitted when the others were cancelled
+            handoff.cancel()
         try:
             await asyncio.wait((running,))
         finally:
             self._handoffs.discard(handoff)
         self.counters.num_bytes_sent += handoff.num_bytes_sent
-        self.counters.num_broken_ways += handoff.num_broken_ways
         if running.cancelled():
             self.counters.num_not_acknowledged += 1
             return WorkerLost(f"The hand-off of {ticket.key} attempt {ticket.attempt} was given up.")

@@ -13,7 +13,8 @@ from serving_core.clock import Clock
 from serving_core.errors import Refused, WorkerLost
 from serving_core.page_state import PageRecord, PagesSnapshot, PageState
 
-PAGES_TIMEOUT_S = 2.0
+PAGES_TIMEOUT_S = 5.0
+"""A worker shows its pages between two engine steps; one whose step takes longer is listed without them."""
 
 _Json = dict[str, Any]
 
@@ -58,7 +59,7 @@ def _worker_json(entry: WorkerEntry, state: WorkerState, now: float) -> _Json:
 
 
 async def _read_pages(entry: WorkerEntry, state: WorkerState, is_summary: bool, timeout_s: float) -> PagesSnapshot | None:
-    if entry.worker is None or state is WorkerState.DEAD:
+    if entry.worker is None or state in (WorkerState.STARTING, WorkerState.DEAD):
         return None
     try:
         return await entry.worker.calls.pages(is_summary=is_summary, timeout_s=timeout_s)

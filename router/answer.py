@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -64,7 +63,7 @@ class Answer:
         *,
         generation: Generation,
         tokenizer: Tokenizer,
-        stops: Sequence[str],
+        stops: StopStrings,
         min_tokens: int = 0,
         num_prompt_tokens: int,
         metrics: GenerationMetrics,
@@ -78,7 +77,7 @@ class Answer:
         self._generation = generation
         self._events = aiter(generation)
         self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(stops)
+        self._stops = stops.search()
         self._min_tokens = min_tokens
         self._num_chars = 0
         self._num_prompt_tokens = num_prompt_tokens

@@ -12,8 +12,8 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from router.leg import Leg
 from router.leg_pair import LegPair
-from router.registered_worker import Leg
 from router.setback import Setback, SetbackKind, is_about_worker
 from serving_core.errors import Refused, TwinpoolError, WorkerLost
 from serving_core.generate_request import GenerateRequest

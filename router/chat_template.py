@@ -17,10 +17,10 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.folder_chat_template import read_folder_chat_template
-from router.folder_special_tokens import read_folder_special_tokens
 from router.gguf_metadata import read_gguf_metadata
 from router.vocabulary import read_vocabulary
 from serving_core.errors import InvalidRequest, ModelFileError
+from serving_core.folder_special_tokens import read_folder_special_tokens
 
 JsonValue = None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
 
@@ -109,12 +109,11 @@ def _read_folder_template(folder: Path) -> ChatTemplate:
 def _read_gguf_template(path: Path) -> ChatTemplate:
     metadata = read_gguf_metadata(path)
     vocabulary = read_vocabulary(metadata)
-    eos_id = metadata.get("tokenizer.ggml.eos_token_id", int)
     return ChatTemplate(
         metadata.get("tokenizer.chat_template", str),
         origin=str(path),
         bos_token=vocabulary.text_of(vocabulary.bos_id),
-        eos_token=vocabulary.text_of(eos_id),
+        eos_token=vocabulary.text_of(vocabulary.eos_id),
     )
 
 

@@ -15,6 +15,7 @@ from router.openai_schemas import ChatCompletionBody, CompletionBody, Completion
 from router.prompt_encoder import PromptEncoder
 from router.reply import Reply
 from router.sampling_request import clients_words, sampling_params
+from router.stop_strings import StopStrings
 from router.tokenizer import Tokenizer
 from serving_core.clock import Clock
 from serving_core.errors import InvalidRequest
@@ -136,7 +137,7 @@ class CompletionService:
         includes_usage: bool = False,
     ) -> CompletionResponse:
         """``num_choices`` answers to each prompt, in order. All of them are checked before any is begun."""
-        seed = self._draw_seed()
+        stops = StopStrings(options.stop or ())
         starts: list[StartAnswer] = []
         for number, token_ids in enumerate(prompts):
             sampling = sampling_params(
@@ -145,16 +146,16 @@ class CompletionService:
                 num_prompt_tokens=len(token_ids),
                 max_model_len=self._generator.max_model_len,
                 vocab_size=self._tokenizer.vocab_size,
-                drawn_seed=seed,
+                drawn_seed=self._draw_seed(),
             )
             with clients_words(options, prompt_param):
                 self._generator.check_fits(num_prompt_tokens=len(token_ids), max_tokens=sampling.max_tokens)
-            # Prompts sent together are requests of their own: with a seed, each is answered as if it had been sent alone.
+            # Prompts sent together are requests of their own: each is answered as if it had been sent alone.
             prompt_id = RequestId(request_id if len(prompts) == 1 else f"{request_id}-{number}")
             for choice_index in range(num_choices):
                 key = SequenceKey(prompt_id, choice_index)
                 request = GenerateRequest(key=key, prompt_token_ids=token_ids, sampling=sampling)
-                starts.append(self._start(request, options, prompt_param, arrived_at))
+                starts.append(self._start(request, options, stops, prompt_param, arrived_at))
         return CompletionResponse(
             choices=Choices(starts),
             reply=reply,
@@ -163,14 +164,21 @@ class CompletionService:
             includes_usage=includes_usage,
         )
 
-    def _start(self, request: GenerateRequest, options: SamplingOptions, prompt_param: str, arrived_at: float) -> StartAnswer:
+    def _start(
+        self,
+        request: GenerateRequest,
+        options: SamplingOptions,
+        stops: StopStrings,
+        prompt_param: str,
+        arrived_at: float,
+    ) -> StartAnswer:
         async def start() -> Answer:
             with clients_words(options, prompt_param):
                 generation = await self._generator.start(request)
             return Answer(
                 generation=generation,
                 tokenizer=self._tokenizer,
-                stops=options.stop or (),
+                stops=stops,
                 min_tokens=request.sampling.min_tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 metrics=self._metrics,

@@ -10,12 +10,11 @@ from pathlib import Path
 from tokenizers import Tokenizer as BackEnd
 
 from router.byte_level_bpe import byte_level_bytes
-from router.folder_special_tokens import read_folder_special_tokens
 from router.sentencepiece_bpe import sentencepiece_bytes
 from router.tokenizer_parts import TokenizerParts
 from router.vocabulary import TokenType, Vocabulary
 from serving_core.errors import ModelFileError
-from serving_core.model_json import ModelJson
+from serving_core.folder_special_tokens import read_folder_special_tokens
 
 _BYTE_LEVEL = frozenset({"ByteLevel"})
 _BYTE_FORM = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -65,14 +64,12 @@ def _read_vocabulary(folder: Path, back_end: BackEnd) -> Vocabulary:
             raise ModelFileError(f"{folder} names {text!r} as {key}, but its tokenizer has no such token.")
         return None if text is None else ids[text]
 
-    bos_id, eos_id = id_of("bos_token", names.bos), id_of("eos_token", names.eos)
-    stated_eos = (ModelJson.read_optional(folder / name) for name in ("config.json", "generation_config.json"))
-    eos_ids = frozenset[int]().union(*(file.ids("eos_token_id") for file in stated_eos))
+    bos_id = id_of("bos_token", names.bos)
     return Vocabulary(
         texts=tuple(texts),
         types=tuple(types),
         bos_id=bos_id,
-        eos_ids=eos_ids if eos_id is None else eos_ids | {eos_id},
+        eos_id=id_of("eos_token", names.eos),
         unknown_id=None if names.unknown is None else ids.get(names.unknown),
         adds_bos=_adds_bos(folder, back_end, bos_id),
     )

@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from router.background_tasks import BackgroundTasks
-from router.placement import NotNow, PageDemand, Placement, place, place_again
-from router.registered_worker import Leg, LegListener, RegisteredWorker
+from router.leg import Leg, LegListener
+from router.placement import NotNow, Placement, place, place_again
+from router.registered_worker import RegisteredWorker
 from serving_core.errors import Refused, WorkerLost
 from serving_core.generate_request import GenerateRequest
+from serving_core.ids import WorkerId
+from serving_core.page_demand import PageDemand
 from serving_core.worker_status import PhaseName
 
 
@@ -44,8 +47,8 @@ class LegPair:
         """Book room for a sequence that holds nothing, where placement says; nothing changes when there is none."""
         assert not self.is_holding
         workers = self._workers()
-        avoid = frozenset(worker.hello.worker_id for worker in workers if worker in self._avoided)
-        return self._settle(place([worker.load() for worker in workers], demand=demand, avoid=avoid), demand, workers)
+        placement = place([worker.load() for worker in workers], demand=demand, avoid=self._avoided_ids(workers))
+        return self._settle(placement, demand, workers)
 
     def take_again(self, demand: PageDemand) -> Placement | NotNow:
         """Book room for another attempt, keeping the legs that are left; nothing changes when there is none."""
@@ -55,6 +58,7 @@ class LegPair:
             demand=demand,
             keep_decode=self.decode.worker.hello.worker_id if self.decode else None,
             keep_prefill=self.prefill.worker.hello.worker_id if self.prefill else None,
+            avoid=self._avoided_ids(workers),
         )
         return self._settle(placement, demand, workers)
 
@@ -96,6 +100,9 @@ class LegPair:
     def avoid_nobody(self) -> None:
         """Forget who was to be avoided."""
         self._avoided.clear()
+
+    def _avoided_ids(self, workers: Sequence[RegisteredWorker]) -> frozenset[WorkerId]:
+        return frozenset(worker.hello.worker_id for worker in workers if worker in self._avoided)
 
     def _settle(
         self, placement: Placement | NotNow, demand: PageDemand, workers: Sequence[RegisteredWorker]

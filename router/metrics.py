@@ -41,7 +41,8 @@ _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMetrics:
-    """What one known worker reported last; ``families`` is empty before its first report. ``is_alive``: not dead."""
+    """What one known worker reported last; ``families`` is empty before its first report. ``is_alive``: neither starting nor
+    dead."""
 
     worker_id: str
     role: str
@@ -58,7 +59,7 @@ def _nobody_waits() -> int:
 
 
 class RouterMetrics:
-    """The router's registry. ``workers`` and ``num_waiting`` (requests in the admission queue) are read at each scrape."""
+    """The router's registry. ``workers`` and ``num_waiting`` (requests in the line) are read at each scrape."""
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from serving_core.errors import InvalidRequest
 from serving_core.sampling_params import MAX_LOGIT_BIASES
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_CHOICES = 128
 """Answers to one request, over all its prompts. Each is a sequence of its own on the workers."""
@@ -80,7 +81,8 @@ WholeNumber = Annotated[int, BeforeValidator(_whole_number), Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
-StopList = Annotated[tuple[Annotated[str, Field(strict=True, min_length=1)], ...], Field(max_length=MAX_STOP_STRINGS)]
+StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+StopList = Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)]
 LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], Field(max_length=MAX_LOGIT_BIASES)]
 
 _NOT_SERVED: Mapping[str, tuple[object, ...]] = {

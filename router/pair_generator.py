@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.admission import AdmissionQueue
 from router.background_tasks import BackgroundTasks
 from router.generation import Generation
 from router.request_life import DecisionCounter, RequestLife
 from router.retry_budget import RetryPolicy
+from router.waiting_line import WaitingLine
 from router.worker_directory import WorkerDirectory
 from serving_core.errors import InvalidRequest, NoCapacity, WorkerLost
 from serving_core.generate_request import GenerateRequest
@@ -25,7 +25,7 @@ class PairGenerator:
         self,
         *,
         directory: WorkerDirectory,
-        queue: AdmissionQueue,
+        line: WaitingLine,
         tasks: BackgroundTasks,
         decisions: DecisionCounter,
         draw_jitter: Callable[[], float],
@@ -34,7 +34,7 @@ class PairGenerator:
         retry_after_s: float = 2.0,
     ) -> None:
         self._directory = directory
-        self._queue = queue
+        self._line = line
         self._tasks = tasks
         self._decisions = decisions
         self._draw_jitter = draw_jitter
@@ -43,7 +43,7 @@ class PairGenerator:
         self._retry_after_s = retry_after_s
         self._is_draining = False
         self._lives: set[RequestLife] = set()
-        directory.subscribe(queue.poke)
+        directory.subscribe(line.poke)
 
     @property
     def max_model_len(self) -> int:
@@ -86,7 +86,7 @@ class PairGenerator:
         life = RequestLife(
             request,
             workers=self._directory.connected,
-            queue=self._queue,
+            line=self._line,
             tasks=self._tasks,
             decisions=self._decisions,
             retry_policy=self._retry_policy,

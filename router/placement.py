@@ -8,28 +8,8 @@ from dataclasses import dataclass
 
 from router.generation import Path
 from serving_core.ids import WorkerId
+from serving_core.page_demand import PageDemand
 from serving_core.worker_status import PhaseName
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageDemand:
-    """What one sequence needs of a decode worker's pool, whatever its page size: ``num_tokens`` now, ``max_num_tokens`` at its
-    longest, and ``num_extra_pages`` to grow into after evictions."""
-
-    num_tokens: int
-    max_num_tokens: int
-    num_extra_pages: int = 0
-
-    def num_pages(self, page_size: int) -> int:
-        """Pages that the worker will reserve."""
-        return min(-(-self.num_tokens // page_size) + self.num_extra_pages, self.max_num_pages(page_size))
-
-    def num_booked_pages(self, page_size: int) -> int:
-        """Pages that nobody else should count on: the worker keeps one free for each sequence that may still grow."""
-        return min(self.num_pages(page_size) + 1, self.max_num_pages(page_size))
-
-    def max_num_pages(self, page_size: int) -> int:
-        return -(-self.max_num_tokens // page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,33 +96,38 @@ def place(loads: Sequence[WorkerLoad], *, demand: PageDemand, avoid: frozenset[W
 
 
 def place_again(
-    loads: Sequence[WorkerLoad], *, demand: PageDemand, keep_decode: WorkerId | None, keep_prefill: WorkerId | None
+    loads: Sequence[WorkerLoad],
+    *,
+    demand: PageDemand,
+    keep_decode: WorkerId | None,
+    keep_prefill: WorkerId | None,
+    avoid: frozenset[WorkerId] = frozenset(),
 ) -> Placement | NotNow:
     """Where the next attempt of a sequence should go, staying with the workers that still hold something for it.
 
     ``keep_decode`` and ``keep_prefill`` name those workers, or are None where nothing is held. A kept worker needs no fresh
     room and may be draining. A new prefill worker may be busy: the client has been waiting already, and the decode pages are
-    taken in any case.
+    taken in any case. Workers to ``avoid`` are taken only where there is no other.
     """
     by_id = {load.worker_id: load for load in loads}
     if keep_decode is not None:
         decoders = [by_id[keep_decode]]
     else:
         ready = (load for load in loads if PhaseName.DECODE in load.phases and load.can_take_work)
-        decoders = sorted((load for load in ready if load.can_hold(demand)), key=_decode_preference)
+        decoders = sorted((load for load in ready if load.can_hold(demand)), key=lambda load: _decode_preference(load, avoid))
     if not decoders:
         return NotNow.NO_DECODE_WORKER
     decode = decoders[0]
     if keep_prefill is not None and (PhaseName.PREFILL not in decode.phases or keep_prefill == decode.worker_id):
         prefill: WorkerLoad | None = by_id[keep_prefill]
     else:
-        prefill = _idlest(_prefill_candidates(decode, loads))
+        prefill = _idlest(_prefill_candidates(decode, loads), avoid)
     if prefill is None:
         return NotNow.NO_PREFILL_WORKER
     return _placement(decode, prefill, reason=Reason.RETRY)
 
 
-def _decode_preference(load: WorkerLoad, avoid: frozenset[WorkerId] = frozenset()) -> tuple[bool, int, int, WorkerId]:
+def _decode_preference(load: WorkerLoad, avoid: frozenset[WorkerId]) -> tuple[bool, int, int, WorkerId]:
     return load.worker_id in avoid, load.num_running, -load.num_free_pages, load.worker_id
 
 
@@ -152,7 +137,7 @@ def _prefill_candidates(decode: WorkerLoad, loads: Sequence[WorkerLoad]) -> list
     return [load for load in loads if PhaseName.PREFILL in load.phases and load.can_take_work]
 
 
-def _idlest(loads: Iterable[WorkerLoad], avoid: frozenset[WorkerId] = frozenset()) -> WorkerLoad | None:
+def _idlest(loads: Iterable[WorkerLoad], avoid: frozenset[WorkerId]) -> WorkerLoad | None:
     return min(loads, key=lambda load: (load.worker_id in avoid, load.num_queued_prefill_tokens, load.worker_id), default=None)
 
 

@@ -1,106 +1,34 @@
-"""One worker process that holds a link to this router, and the legs of sequences that the router has put on it.
+"""One worker process that holds a link to this router, with what it told and the legs that the router has put on it.
 
-A *leg* is the router's claim on one worker for one sequence in one phase. Leases are renewed, events routed and room counted
-by legs alone, so that nothing else has to be kept in step. Knows no gRPC: calls go through ``WorkerCalls``.
+Knows no gRPC: calls go through ``WorkerCalls``.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
-from router.placement import PageDemand, WorkerLoad
-from serving_core.generate_request import GenerateRequest
+from router.leg import Leg
+from router.placement import WorkerLoad
+from router.worker_calls import WorkerCalls
 from serving_core.ids import SequenceKey
-from serving_core.page_state import PagesSnapshot
+from serving_core.page_demand import PageDemand
 from serving_core.token_event import SequenceEvent
-from serving_core.transfer_ticket import TransferTicket
 from serving_core.worker_status import PhaseName, WorkerHello, WorkerStatus
 
 MAX_HOLD_S = 2.0
 """A worker that turned something away is asked again after so many seconds at the latest."""
 
-
-class WorkerCalls(Protocol):
-    """What a router asks of one worker process. Every call bounds its own time and raises ``Refused`` or ``WorkerLost``."""
-
-    async def reserve(self, request: GenerateRequest, attempt: int, *, num_evictions: int) -> TransferTicket:
-        """Reserve decode pages for the prompt, the log and some growth, the more the more often it was evicted."""
-
-    async def start(self, request: GenerateRequest, ticket: TransferTicket) -> None:
-        """Queue the prompt for prefill."""
-
-    async def release(self, phase: PhaseName, key: SequenceKey, attempt: int) -> None:
-        """End the sequence in that phase, up to ``attempt``; a no-op for what the worker does not hold."""
-
-    async def pages(self, *, is_summary: bool, timeout_s: float) -> PagesSnapshot:
-        """A live picture of the worker's page pool."""
-
-    async def close(self) -> None:
-        """Give the connection up: calls under way get a moment to end and then raise ``WorkerLost``, new ones do at once.
-        Idempotent."""
-
-
-class LegListener(Protocol):
-    """Whose leg it is. Both methods are called on the router's loop and return at once."""
-
-    def on_event(self, leg: Leg, event: SequenceEvent) -> None:
-        """The worker told something about the leg's sequence, of whatever attempt."""
-
-    def on_worker_lost(self, leg: Leg) -> None:
-        """The worker is gone, silent or replaced; nothing more will come from it. The leg is detached already."""
-
-
-class Leg:
-    """A claim on ``worker`` for ``key`` in ``phase``.
-
-    ``demand`` is what pages are booked for (decode) and None for prefill, ``num_prefill_tokens`` the prompt still to be
-    computed (prefill) and 0 for decode. ``attempt`` is the highest one that was sent to the worker, 0 when none was.
-    """
-
-    def __init__(
-        self,
-        *,
-        worker: RegisteredWorker,
-        phase: PhaseName,
-        key: SequenceKey,
-        listener: LegListener,
-        demand: PageDemand | None = None,
-        num_prefill_tokens: int = 0,
-    ) -> None:
-        self.worker = worker
-        self.phase = phase
-        self.key = key
-        self.listener = listener
-        self.demand = demand
-        self.num_prefill_tokens = num_prefill_tokens
-        self.attempt = 0
-        self.is_accepted = False
-        """Whether the worker has agreed to it, so that its end frees something there."""
-        self.is_wanted = True
-        """Whether the lease on the worker is still to be renewed."""
-        self.is_released = False
-        """Whether the worker has been, or is being, told to release it."""
-
-    def detach(self) -> None:
-        """Give back the room booked on the worker and hear no more of it. Idempotent."""
-        self.worker.detach(self)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages booked in the worker's pool."""
-        return self.demand.num_booked_pages(self.worker.hello.layout.page_size) if self.demand else 0
-
-    def end_prefill(self) -> None:
-        """Token 0 is there: the prompt no longer counts as queued."""
-        if self.num_prefill_tokens:
-            self.num_prefill_tokens = 0
-            self.worker.tell_changed()
+MAX_SILENCE_S = 30.0
+"""Statuses come every second, but between two engine steps: after so many seconds without one the engine counts as stuck."""
 
 
 class RegisteredWorker:
-    """One connection of one incarnation. When it ends it is never used again: the same process coming back is a new one."""
+    """One connection of one incarnation. When it ends it is never used again: the same process coming back is a new one.
+
+    ``on_silence`` is called once when it has told no status for ``max_silence_s``: a process whose engine is stuck answers
+    pings, and would be waited for without end.
+    """
 
     def __init__(
         self,
@@ -109,7 +37,9 @@ class RegisteredWorker:
         calls: WorkerCalls,
         registered_at: float,
         on_change: Callable[[], None],
+        on_silence: Callable[[RegisteredWorker], None],
         max_hold_s: float = MAX_HOLD_S,
+        max_silence_s: float = MAX_SILENCE_S,
     ) -> None:
         self.hello = hello
         self.calls = calls
@@ -122,13 +52,16 @@ class RegisteredWorker:
         self._hold: asyncio.TimerHandle | None = None
         self._held_for: SequenceKey | None = None
         self._on_change = on_change
+        self._on_silence = on_silence
+        self._max_silence_s = max_silence_s
+        self._silence = self._watch_silence()
         self._legs: dict[tuple[SequenceKey, PhaseName], Leg] = {}
         self._num_booked_pages = 0
 
     @property
     def is_ready(self) -> bool:
-        """Connected and not draining: fit for new work, whether or not it has room."""
-        return self.lost_at is None and not (self.status is not None and self.status.is_draining)
+        """Connected, known to run and not draining: fit for new work, whether or not it has room."""
+        return self.lost_at is None and self.status is not None and not self.status.is_draining
 
     @property
     def num_legs(self) -> int:
@@ -185,7 +118,11 @@ class RegisteredWorker:
             self._hold = asyncio.get_running_loop().call_later(self._max_hold_s, self._on_hold_end)
 
     def take_status(self, status: WorkerStatus) -> None:
+        if self.lost_at is not None:
+            return
         self.status = status
+        self._silence.cancel()
+        self._silence = self._watch_silence()
         self._lift_hold()
         self.tell_changed()
 
@@ -200,6 +137,7 @@ class RegisteredWorker:
         if self.lost_at is not None:
             return
         self.lost_at = now
+        self._silence.cancel()
         self._lift_hold()
         self.gone.set_result(None)
         legs = list(self._legs.values())
@@ -214,6 +152,9 @@ class RegisteredWorker:
 
     def _is_attached(self, leg: Leg) -> bool:
         return self._legs.get((leg.key, leg.phase)) is leg
+
+    def _watch_silence(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._max_silence_s, self._on_silence, self)
 
     def _on_hold_end(self) -> None:
         self._lift_hold()

@@ -18,22 +18,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from router.admission import AdmissionQueue
 from router.attempt import Attempt
 from router.background_tasks import BackgroundTasks
 from router.generation import Path
+from router.leg import Leg
 from router.leg_pair import LegPair
-from router.placement import NotNow, PageDemand, Placement, Reason
-from router.registered_worker import Leg, RegisteredWorker
+from router.placement import NotNow, Placement, Reason
+from router.registered_worker import RegisteredWorker
 from router.retry_budget import RetryBudget, RetryPolicy
 from router.setback import Setback, SetbackKind
 from router.token_log import TokenLog, Verdict
+from router.waiting_line import WaitingLine
 from serving_core.errors import InvalidRequest, TwinpoolError, WorkerLost
 from serving_core.generate_request import GenerateRequest
+from serving_core.page_demand import PageDemand
 from serving_core.token_event import FailureKind, SequenceEvent, SequenceEvicted, SequenceFailed, TokenEvent
 from serving_core.worker_status import PhaseName
-
-_MAX_DOUBLINGS = 30
 
 
 class LifeState(enum.Enum):
@@ -65,7 +65,7 @@ class RequestLife:
         request: GenerateRequest,
         *,
         workers: Callable[[], Sequence[RegisteredWorker]],
-        queue: AdmissionQueue,
+        line: WaitingLine,
         tasks: BackgroundTasks,
         decisions: DecisionCounter,
         retry_policy: RetryPolicy,
@@ -74,12 +74,12 @@ class RequestLife:
     ) -> None:
         self.request = request
         self.state = LifeState.TURN
-        self._queue = queue
+        self._line = line
         self._tasks = tasks
         self._legs = LegPair(request, workers=workers, tasks=tasks, listener=self)
         self._decisions = decisions
         self._on_end = on_end
-        self._place_in_line = queue.draw_place()
+        self._place_in_line = line.draw_place()
         self._budget = RetryBudget(retry_policy, draw_jitter)
         self._attempt: Attempt | None = None
         self._num_attempts = 0
@@ -196,7 +196,7 @@ class RequestLife:
         self.state = LifeState.TOKENS
         self._tell_open(None)
         setback = await self._attempt.over
-        self._place_in_line = self._queue.renew_place(self._place_in_line)
+        self._place_in_line = self._line.renew_place(self._place_in_line)
         return setback
 
     async def _book_after(self, setback: Setback) -> None:
@@ -234,7 +234,7 @@ class RequestLife:
     async def _book_through_line(self) -> None:
         self.state = LifeState.TURN
         # Who waits holds nothing: two that wait for what the other holds would wait for ever.
-        await self._queue.wait_turn(
+        await self._line.wait_turn(
             self._place_in_line, self._try_book, is_returning=self._num_attempts > 0, let_go=self._legs.give_up_both
         )
 
@@ -258,7 +258,7 @@ class RequestLife:
         return PageDemand(
             num_tokens=self.request.num_prompt_tokens + len(self._log) + 1,
             max_num_tokens=self.request.max_total_tokens,
-            num_extra_pages=1 << min(self._num_evictions, _MAX_DOUBLINGS) if self._num_evictions else 0,
+            num_evictions=self._num_evictions,
         )
 
     def _tell_open(self, error: TwinpoolError | None) -> None:

@@ -13,7 +13,6 @@ import grpc.aio
 from fastapi import FastAPI
 
 from router.admin_api import make_admin_routes
-from router.admission import AdmissionQueue
 from router.app import create_app
 from router.background_tasks import BackgroundTasks
 from router.chat_template import ChatTemplate
@@ -22,7 +21,9 @@ from router.health_api import make_health_routes
 from router.link_server import LinkServer
 from router.metrics import RouterMetrics, WorkerMetrics
 from router.pair_generator import PairGenerator
+from router.registered_worker import MAX_SILENCE_S
 from router.tokenizer import Tokenizer
+from router.waiting_line import WaitingLine
 from router.worker_client import WorkerClient
 from router.worker_directory import WorkerDirectory, WorkerState
 from serving_core.clock import Clock, MonotonicClock
@@ -42,8 +43,9 @@ class Router:
     """Everything between a client's HTTP request and the two pools. All of it runs on one asyncio loop.
 
     ``model_print`` is what workers must hold; without one, the first worker to register decides. ``max_model_len`` is the
-    model's own window, used until workers have told theirs. ``lease_s`` is the workers' lease; ``worker_wait_s`` is how long a
-    request waits for a missing worker; ``max_waiting`` bounds the line.
+    window that workers are started with, used until they have told theirs. ``lease_s`` is the workers' lease;
+    ``worker_wait_s`` is how long a request waits for a missing worker; ``max_waiting`` bounds the line. A worker that tells no
+    status for ``max_silence_s``, which must be well above its longest step, counts as lost.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Router:
         lease_s: float = 6.0,
         worker_wait_s: float = 30.0,
         max_waiting: int = 256,
+        max_silence_s: float = MAX_SILENCE_S,
         api_key: str | None = None,
         admin_key: str | None = None,
         clock: Clock | None = None,
@@ -66,19 +69,24 @@ class Router:
         clock = clock or MonotonicClock()
         self.router_id = router_id or RouterId(uuid.uuid4().hex)
         self._tasks = BackgroundTasks()
+        self._max_silence_s = max_silence_s
         self._directory = WorkerDirectory(
-            clock=clock, dead_after_s=LEASES_UNTIL_DEAD * lease_s, connect=self._connect, tasks=self._tasks
+            clock=clock,
+            dead_after_s=LEASES_UNTIL_DEAD * lease_s,
+            connect=self._connect,
+            tasks=self._tasks,
+            max_silence_s=max_silence_s,
         )
-        queue = AdmissionQueue(
+        line = WaitingLine(
             clock=clock,
             missing_phases=self._directory.missing_phases,
             worker_wait_s=worker_wait_s,
             max_waiting=max_waiting,
         )
-        self._metrics = RouterMetrics(model_name=model_name, workers=self._worker_metrics, num_waiting=lambda: len(queue))
+        self._metrics = RouterMetrics(model_name=model_name, workers=self._worker_metrics, num_waiting=lambda: len(line))
         self._generator = PairGenerator(
             directory=self._directory,
-            queue=queue,
+            line=line,
             tasks=self._tasks,
             decisions=self._metrics,
             draw_jitter=draw_jitter,
@@ -127,16 +135,12 @@ class Router:
         return self._generator
 
     def expect(self, worker_id: WorkerId, role: Role) -> None:
-        """A process for this worker is being started: shown as starting until it registers."""
+        """A process for this worker is being started: shown as starting until it registers, unless it has by now."""
         self._directory.expect(worker_id, role)
 
     def mark_dead(self, worker_id: WorkerId) -> None:
-        """The process behind this worker is known to be gone."""
+        """This worker is known not to serve: shown as dead until it registers."""
         self._directory.mark_dead(worker_id)
-
-    def forget(self, worker_id: WorkerId) -> None:
-        """This worker is no longer part of the pools."""
-        self._directory.forget(worker_id)
 
     async def wait_ready(self) -> None:
         """Return when every needed phase has a ready worker. The caller bounds the time."""
@@ -163,14 +167,14 @@ class Router:
         return [*missing, "a router that takes new requests: this one is draining"] if self._generator.is_draining else missing
 
     def _connect(self, hello: WorkerHello) -> WorkerClient:
-        return WorkerClient(hello, router_id=self.router_id)
+        return WorkerClient(hello, router_id=self.router_id, start_timeout_s=self._max_silence_s)
 
     def _worker_metrics(self) -> list[WorkerMetrics]:
         return [
             WorkerMetrics(
                 worker_id=entry.worker_id,
                 role=entry.role.value,
-                is_alive=self._directory.state_of(entry) is not WorkerState.DEAD,
+                is_alive=self._directory.state_of(entry) not in (WorkerState.STARTING, WorkerState.DEAD),
                 families=entry.worker.status.metrics if entry.worker and entry.worker.status else (),
             )
             for entry in self._directory.entries()

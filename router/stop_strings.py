@@ -10,11 +10,22 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Looks for any of ``stops`` (none empty). One character costs amortised constant time a stop string."""
+    """A request's stop strings (none empty), prepared once for all its answers. Immutable."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops)
-        self._matchers = [_Matcher(stop) for stop in sorted(stops, key=len, reverse=True)]
+        self._patterns = tuple(_Pattern(stop) for stop in sorted(stops, key=len, reverse=True))
+
+    def search(self) -> StopSearch:
+        """A search of one text, from its beginning."""
+        return StopSearch(self._patterns)
+
+
+class StopSearch:
+    """Looks for a request's stop strings in one text. A character costs amortised constant time a stop string."""
+
+    def __init__(self, patterns: Sequence[_Pattern]) -> None:
+        self._matchers = [_Matcher(pattern) for pattern in patterns]
         self._held = ""
         self.is_matched = False
 
@@ -28,7 +39,7 @@ class StopStrings:
             # Each matcher has to see every character, so all advance before any is asked.
             num_matched = [matcher.advance(character) for matcher in self._matchers]
             for matcher, length in zip(self._matchers, num_matched, strict=True):
-                if length == len(matcher.stop):
+                if length == len(matcher.pattern.stop):
                     self.is_matched = True
                     self._held = ""
                     return buffer[: end - length]
@@ -43,19 +54,27 @@ class StopStrings:
         return held
 
 
-class _Matcher:
-    """Knuth, Morris and Pratt's automaton: ``num_matched`` is the longest beginning of ``stop`` that the text ends with."""
+class _Pattern:
+    """Knuth, Morris and Pratt's table of one stop string."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
+        self.fallback = _fallback_table(stop)
+
+
+class _Matcher:
+    """Their automaton: ``num_matched`` is the longest beginning of the stop string that the text ends with."""
+
+    def __init__(self, pattern: _Pattern) -> None:
+        self.pattern = pattern
         self.num_matched = 0
-        self._fallback = _fallback_table(stop)
 
     def advance(self, character: str) -> int:
+        stop, fallback = self.pattern.stop, self.pattern.fallback
         length = self.num_matched
-        while length and self.stop[length] != character:
-            length = self._fallback[length]
-        if self.stop[length] == character:
+        while length and stop[length] != character:
+            length = fallback[length]
+        if stop[length] == character:
             length += 1
         self.num_matched = length
         return length

@@ -34,19 +34,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self._token_bytes)
 
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._vocabulary.bos_id
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._vocabulary.eos_ids
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether ``encode(add_special_tokens=True)`` begins with the BOS token."""
-        return self._vocabulary.adds_bos
-
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of ``text``; special tokens written out in it are recognised. ``add_special_tokens`` puts BOS in front
         where the model wants one. Raises ``InvalidRequest`` for text that is not valid Unicode (a lone surrogate).
@@ -71,11 +58,6 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text; empty for an id beyond the vocabulary (a model may pad its head)."""
         return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole answer: special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
-        parts = (self.token_bytes(token_id) for token_id in token_ids if token_id not in self.special_token_ids)
-        return b"".join(parts).decode("utf-8", "replace")
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

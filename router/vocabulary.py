@@ -1,4 +1,5 @@
-"""A model's vocabulary as its GGUF file lists it: token texts, their types, the ids with a meaning. Encodes nothing."""
+"""A model's vocabulary, as its GGUF file or its folder lists it: token texts, their types, the ids with a meaning. Encodes
+nothing, and does not decide which tokens end an answer: the engine does."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ _SPECIAL = frozenset({TokenType.UNKNOWN, TokenType.CONTROL})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """Token texts and types, index = id. ``added_ids`` are matched as whole words before any splitting; ``special_ids`` are
-    those of them that never appear in an answer's text."""
+    """Token texts and types, index = id. ``eos_id`` is what a chat template may write. ``added_ids`` are matched as whole words
+    before any splitting; ``special_ids`` are those of them that never appear in an answer's text."""
 
     texts: tuple[str, ...]
     types: tuple[TokenType, ...]
     bos_id: int | None
-    eos_ids: frozenset[int]
+    eos_id: int | None
     unknown_id: int | None
     adds_bos: bool
 
@@ -73,7 +74,7 @@ def read_vocabulary(metadata: GGUFMetadata) -> Vocabulary:
         texts=tuple(texts),
         types=token_types,
         bos_id=bos_id,
-        eos_ids=frozenset(found for name in ("eos", "eot", "eom") if (found := token_id(name)) is not None),
+        eos_id=token_id("eos"),
         unknown_id=token_id("unknown"),
         adds_bos=bos_id is not None and bool(metadata.get("tokenizer.ggml.add_bos_token", bool)),
     )

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import grpc.aio
 
+from router.registered_worker import MAX_SILENCE_S
 from serving_core.errors import RefusalCode, Refused, WorkerLost
 from serving_core.generate_request import GenerateRequest
 from serving_core.ids import RouterId, SequenceKey, WorkerId
@@ -22,7 +23,11 @@ _T = TypeVar("_T")
 
 
 class WorkerClient:
-    """``WorkerCalls`` over one channel, for one incarnation. Must be made on the running loop."""
+    """``WorkerCalls`` over one channel, for one incarnation. Must be made on the running loop.
+
+    A worker answers between two engine steps. A ``Reserve`` that is not answered in time was turned away; a ``Start`` that is
+    not breaks the attempt, so it waits as long as the worker's status may be away. A release that is not is a hint lost.
+    """
 
     def __init__(
         self,
@@ -30,7 +35,7 @@ class WorkerClient:
         *,
         router_id: RouterId,
         reserve_timeout_s: float = 5.0,
-        start_timeout_s: float = 5.0,
+        start_timeout_s: float = MAX_SILENCE_S,
         release_timeout_s: float = 2.0,
     ) -> None:
         self._worker_id: WorkerId = hello.worker_id

@@ -1,35 +1,40 @@
 """Which workers exist, and in which state. Owns registered workers and their connections; decides nothing about sequences.
 
-Life of a worker id: expected (starting) -> registered (ready) -> draining -> stream gone (suspect) -> silent too long (dead).
-From every state a new incarnation leads back to ready.
+Life of a worker id: expected (starting) -> registered (suspect) -> first status (ready) -> draining -> stream gone, or no
+status for too long (suspect) -> away too long (dead). One that is away is starting again once its process is known to be
+replaced. From every state a new incarnation leads back to registered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from router.background_tasks import BackgroundTasks
-from router.registered_worker import MAX_HOLD_S, RegisteredWorker, WorkerCalls
+from router.registered_worker import MAX_HOLD_S, MAX_SILENCE_S, RegisteredWorker
+from router.worker_calls import WorkerCalls
 from serving_core.clock import Clock
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import Incarnation, WorkerId
 from serving_core.worker_status import PhaseName, Role, WorkerHello
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerState(enum.Enum):
     """The words of ``/admin/workers``."""
 
     STARTING = "starting"
-    """Expected, but has not registered."""
+    """A process is being started for it, and has not registered."""
     READY = "ready"
     """Takes new work."""
     DRAINING = "draining"
     """Takes no new work, finishes what it has."""
     SUSPECT = "suspect"
-    """Its stream ended; it may come back."""
+    """Its stream ended, or it has not told a status since it dialled; it may come back."""
     DEAD = "dead"
     """Suspect for too long, or known to be gone."""
 
@@ -41,7 +46,8 @@ class WorkerEntry:
     worker_id: WorkerId
     role: Role
     worker: RegisteredWorker | None = None
-    is_declared_dead: bool = False
+    declared: WorkerState | None = None
+    """What whoever starts the processes has told, starting or dead, since the latest registration."""
     retired: set[Incarnation] = field(default_factory=set)
     """Incarnations that a newer one has replaced; one of them that wakes up late is refused."""
 
@@ -57,10 +63,12 @@ class WorkerDirectory:
         connect: Callable[[WorkerHello], WorkerCalls],
         tasks: BackgroundTasks,
         max_hold_s: float = MAX_HOLD_S,
+        max_silence_s: float = MAX_SILENCE_S,
     ) -> None:
         self._clock = clock
         self._dead_after_s = dead_after_s
         self._max_hold_s = max_hold_s
+        self._max_silence_s = max_silence_s
         self._connect = connect
         self._tasks = tasks
         self._entries: dict[WorkerId, WorkerEntry] = {}
@@ -71,26 +79,19 @@ class WorkerDirectory:
         self._subscribers.append(on_change)
 
     def expect(self, worker_id: WorkerId, role: Role) -> None:
-        """A process for ``worker_id`` is being started. Shown as starting unless a live one is registered."""
-        entry = self._entries.get(worker_id)
-        if entry is None or entry.worker is None or entry.worker.lost_at is not None:
-            retired = entry.retired if entry else set()
-            if entry and entry.worker:
-                retired.add(entry.worker.hello.incarnation)
-                self._close(entry.worker)
-            self._entries[worker_id] = WorkerEntry(worker_id=worker_id, role=role, retired=retired)
+        """A process for ``worker_id`` is being started. Shown as starting unless a live one is registered.
+
+        Its latest incarnation may still return: that it is gone may be a rumour.
+        """
+        entry = self._entries.setdefault(worker_id, WorkerEntry(worker_id=worker_id, role=role))
+        if entry.worker is None or entry.worker.lost_at is not None:
+            entry.declared = WorkerState.STARTING
             self._tell_changed()
 
-    def forget(self, worker_id: WorkerId) -> None:
-        """The pool no longer has this place. Sequences still on it are lost. Unknown ids are a no-op."""
-        if (entry := self._entries.pop(worker_id, None)) is not None and entry.worker is not None:
-            self._close(entry.worker)
-        self._tell_changed()
-
     def mark_dead(self, worker_id: WorkerId) -> None:
-        """The process behind ``worker_id`` is known to be gone. Unknown ids are a no-op."""
+        """``worker_id`` is known not to serve; what it held is lost. Unknown ids are a no-op."""
         if (entry := self._entries.get(worker_id)) is not None:
-            entry.is_declared_dead = True
+            entry.declared = WorkerState.DEAD
             if entry.worker is not None:
                 entry.worker.lose(self._clock.now())
             self._tell_changed()
@@ -114,10 +115,12 @@ class WorkerDirectory:
             calls=self._connect(hello),
             registered_at=self._clock.now(),
             on_change=self._tell_changed,
+            on_silence=self._lose_silent,
             max_hold_s=self._max_hold_s,
+            max_silence_s=self._max_silence_s,
         )
         entry.role = hello.role
-        entry.is_declared_dead = False
+        entry.declared = None
         if before is not None:
             if before.hello.incarnation != hello.incarnation:
                 entry.retired.add(before.hello.incarnation)
@@ -144,13 +147,15 @@ class WorkerDirectory:
     def state_of(self, entry: WorkerEntry) -> WorkerState:
         """The state at this moment."""
         worker = entry.worker
-        if entry.is_declared_dead:
-            return WorkerState.DEAD
+        if entry.declared is not None:
+            return entry.declared
         if worker is None:
             return WorkerState.STARTING
         if worker.lost_at is not None:
             is_silent_too_long = self._clock.now() - worker.lost_at > self._dead_after_s
             return WorkerState.DEAD if is_silent_too_long else WorkerState.SUSPECT
+        if worker.status is None:
+            return WorkerState.SUSPECT
         return WorkerState.READY if worker.is_ready else WorkerState.DRAINING
 
     def missing_phases(self) -> list[str]:
@@ -177,6 +182,11 @@ class WorkerDirectory:
         """Every worker is lost and its connection given up; ``tasks`` holds the closing. Idempotent."""
         for worker in self.registered():
             self._close(worker)
+
+    def _lose_silent(self, worker: RegisteredWorker) -> None:
+        silence = f"it has told no status for {self._max_silence_s:g} s"
+        _log.warning("%s counts as lost until it tells one again: %s", worker.hello.worker_id, silence)
+        self.lose(worker)
 
     def _close(self, worker: RegisteredWorker) -> None:
         worker.lose(self._clock.now())

@@ -12,9 +12,9 @@ class EngineConfig:
     """One worker's engine. ``twinpool`` makes it from the flags of the same names.
 
     ``dtype`` is the type of weights and KV cache. ``page_size`` is ``--block-size``, in tokens. ``max_model_len`` bounds prompt
-    and answer together, or is None for the model's own window. ``max_num_batched_tokens`` bounds one prefill step,
-    ``max_num_seqs`` one decode step. ``num_threads`` is for the engine thread's kernels; ``cpu_cores`` pins that thread, empty
-    for no pinning; ``niceness`` is added to it (0 to 19).
+    and answer together, or is None for the model's own window. ``max_num_batched_tokens`` bounds the tokens of one prefill
+    step, ``max_num_seqs`` the sequences of one step of either phase. ``num_threads`` is for the engine thread's kernels;
+    ``cpu_cores`` pins that thread, empty for no pinning; ``niceness`` is added to it (0 to 19).
     """
 
     dtype: KVDType

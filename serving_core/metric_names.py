@@ -25,6 +25,8 @@ KV_TRANSFER_BYTES_TOTAL = PREFIX + "kv_transfer_bytes_total"
 KV_TRANSFER_SECONDS = PREFIX + "kv_transfer_seconds"
 LEASE_EXPIRED_TOTAL = PREFIX + "lease_expired_total"
 KV_WRITES_REFUSED_TOTAL = PREFIX + "kv_writes_refused_total"
+REFUSALS_TOTAL = PREFIX + "refusals_total"
+HANDOFFS_TOTAL = PREFIX + "handoffs_total"
 
 KV_TRANSFER_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds in seconds, without the last one (``+Inf``)."""
@@ -37,6 +39,9 @@ WRITE_REFUSAL_CODES = (
     RefusalCode.MALFORMED,
 )
 """What a page write can be refused for. As a label: the name in lower case."""
+
+ACKNOWLEDGED, NOT_ACKNOWLEDGED = "acknowledged", "not_acknowledged"
+"""How a hand-off to another worker can end: the decode worker took the sequence, or it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +69,13 @@ WORKER_METRICS = (
         label="state",
         label_values=tuple(state.value for state in PageState),
     ),
-    WorkerMetric(name=KV_TRANSFER_BYTES_TOTAL, kind="counter", documentation="KV page bytes sent and acknowledged."),
     WorkerMetric(
-        name=KV_TRANSFER_SECONDS, kind="histogram", documentation="Seconds from the first page of a hand-off to its commit."
+        name=KV_TRANSFER_BYTES_TOTAL, kind="counter", documentation="KV page bytes sent, those sent again too, or received."
+    ),
+    WorkerMetric(
+        name=KV_TRANSFER_SECONDS,
+        kind="histogram",
+        documentation="Seconds in which page bytes of an acknowledged hand-off were under way, computing not counted.",
     ),
     WorkerMetric(name=LEASE_EXPIRED_TOTAL, kind="counter", documentation="Sequences released because no router named them."),
     WorkerMetric(
@@ -75,6 +84,20 @@ WORKER_METRICS = (
         documentation="Page writes refused by this worker, by reason.",
         label="code",
         label_values=tuple(code.name.lower() for code in WRITE_REFUSAL_CODES),
+    ),
+    WorkerMetric(
+        name=REFUSALS_TOTAL,
+        kind="counter",
+        documentation="Requests, commits and page writes declined by the phases of this worker, by reason.",
+        label="code",
+        label_values=tuple(code.name.lower() for code in RefusalCode),
+    ),
+    WorkerMetric(
+        name=HANDOFFS_TOTAL,
+        kind="counter",
+        documentation="Hand-offs to other workers that have ended, by result.",
+        label="result",
+        label_values=(ACKNOWLEDGED, NOT_ACKNOWLEDGED),
     ),
 )
 """Every worker metric, in the order of ``/metrics``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from serving_core.errors import RefusalCode
 from serving_core.ids import SequenceKey
 
 
@@ -58,13 +57,13 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFailed:
-    """An attempt that ended without a finish reason. Terminal for that attempt on that worker; its pages are released."""
+    """An attempt that ended without a finish reason. Terminal for that attempt on that worker, which releases its
+    pages; but after ``HANDOFF`` prefill may keep what it has computed for a new ticket, until released or for one lease."""
 
     key: SequenceKey
     attempt: int
     kind: FailureKind
     message: str
-    refusal: RefusalCode | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,5 @@ class WorkerStatus:
 
     num_running: int
     num_waiting: int
-    num_queued_prefill_tokens: int
-    num_free_pages: int
     is_draining: bool
     metrics: tuple[MetricFamily, ...] = ()

@@ -246,7 +246,7 @@ class DecodeSide:
             layout=LAYOUT,
             pool=self.pool,
             cache=self.cache,
-            rules=TokenRules(eos_token_ids=eos, max_model_len=MAX_MODEL_LEN),
+            rules=TokenRules(eos_token_ids=eos, num_tokens=NUM_TOKENS, max_model_len=MAX_MODEL_LEN),
             sink=self.sink,
             clock=self.clock,
             lease_s=LEASE_S,
@@ -301,6 +301,7 @@ class PrefillSide:
         *,
         num_pages: int = 16,
         max_num_batched_tokens: int = 8,
+        max_num_seqs: int = 8,
         eos: frozenset[int] = frozenset(),
         beside: DecodeSide | None = None,
     ) -> None:
@@ -315,11 +316,12 @@ class PrefillSide:
             worker_id=WorkerId("prefill-0"),
             layout=LAYOUT,
             pool=self.pool,
-            rules=TokenRules(eos_token_ids=eos, max_model_len=MAX_MODEL_LEN),
+            rules=TokenRules(eos_token_ids=eos, num_tokens=NUM_TOKENS, max_model_len=MAX_MODEL_LEN),
             sink=self.sink,
             clock=self.clock,
             lease_s=LEASE_S,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
             local_decode=local_decode,
         )
 

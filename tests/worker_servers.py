@@ -25,7 +25,7 @@ from serving_core.rpc.channel import make_server, open_channel
 from serving_core.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from serving_core.token_event import SequenceEvent
 from tests.pages import assert_no_leaks
-from tests.phases import LAYOUT, MAX_MODEL_LEN, FakeCache, FakeRunner, RecordingSink
+from tests.phases import LAYOUT, MAX_MODEL_LEN, NUM_TOKENS, FakeCache, FakeRunner, RecordingSink
 
 WAIT_S = 10.0
 
@@ -77,7 +77,7 @@ class WorkerServer:
         self._server = make_server()
         port = self._server.add_insecure_port("127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
-        rules = TokenRules(eos_token_ids=frozenset(), max_model_len=MAX_MODEL_LEN)
+        rules = TokenRules(eos_token_ids=frozenset(), num_tokens=NUM_TOKENS, max_model_len=MAX_MODEL_LEN)
         self.decode_phase = DecodePhase(
             worker_id=WorkerId("decode-0"),
             incarnation=Incarnation("d0"),
@@ -101,6 +101,7 @@ class WorkerServer:
             clock=self._clock,
             lease_s=self._lease_s,
             max_num_batched_tokens=8,
+            max_num_seqs=8,
             local_decode=self.decode_phase if self._is_decode else None,
         )
         phases: list[Phase] = []

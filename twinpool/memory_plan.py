@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decode_worker.decode_scheduler import MAX_REPLAY_TOKENS
 from llm_engine.memory_budget import StepSize, num_pages_for_budget, weight_bytes, workspace_bytes
 from llm_engine.model_config import ModelConfig
 from serving_core.errors import ConfigError
@@ -47,6 +48,7 @@ def worker_memory(spec: WorkerSpec, model: ModelConfig) -> WorkerMemory:
         steps.append(
             StepSize.of_prefill(
                 max_num_batched_tokens=engine.max_num_batched_tokens,
+                max_num_seqs=engine.max_num_seqs,
                 max_model_len=max_model_len,
                 page_size=engine.page_size,
                 num_pages=num_pages,
@@ -56,6 +58,7 @@ def worker_memory(spec: WorkerSpec, model: ModelConfig) -> WorkerMemory:
         steps.append(
             StepSize.of_decode(
                 max_num_seqs=engine.max_num_seqs,
+                max_replay_tokens=MAX_REPLAY_TOKENS,
                 max_model_len=max_model_len,
                 page_size=engine.page_size,
                 num_pages=num_pages,

@@ -1,8 +1,8 @@
 """A worker's links to the routers it serves: registration, status, events one way, lease renewals the other.
 
 Life of one link, over and over while the worker lives: 1. dial; 2. hello; 3. welcome, or a refusal, which is logged and tried
-again; 4. status every second and soon after a change, events as they come; 5. the stream ends, whatever is unsent is dropped
-(the router has given the sequences up or its leases run down), a short wait, 1.
+again; 4. status every second and soon after a change, events as they come; 5. the stream ends, or the router is too far
+behind; whatever is unsent is dropped (the router has given the sequences up or its leases run down), a short wait, 1.
 """
 
 from __future__ import annotations
@@ -81,12 +81,16 @@ class _RouterLink:
         self._renew = renew
         self._outbox: asyncio.Queue[router_link_pb2.WorkerMessage] = asyncio.Queue()
         self._num_unsent_events = 0
+        self._too_far_behind = asyncio.Event()
         self._status_due = asyncio.Event()
+        self._status_sent = asyncio.Event()
 
     def post(self, events: tuple[SequenceEvent, ...]) -> None:
         message = router_link_pb2.WorkerMessage(step=router_link_pb2.StepEvents(events=map(event_to_pb, events)))
         self._outbox.put_nowait(message)
         self._num_unsent_events += len(events)
+        if self._num_unsent_events > MAX_UNSENT_EVENTS:
+            self._too_far_behind.set()
         if any(_changes_load(event) for event in events):
             self._status_due.set()
 
@@ -113,7 +117,10 @@ class _RouterLink:
                     self.router_id = _router_id_of(await call.read())
                 self._outbox = asyncio.Queue()
                 self._num_unsent_events = 0
-                await self._run_until_any_ends(self._receive(call), self._send(call), self._report_status())
+                self._too_far_behind.clear()
+                await self._run_until_any_ends(
+                    self._receive(call), self._send(call), self._report_status(), self._end_too_far_behind()
+                )
             finally:
                 call.cancel()
 
@@ -137,19 +144,26 @@ class _RouterLink:
     async def _send(self, call: _Call) -> None:
         while True:
             message = await self._outbox.get()
-            if self._num_unsent_events > MAX_UNSENT_EVENTS:
-                raise _LinkEnded(f"the router is more than {MAX_UNSENT_EVENTS} events behind")
             try:
                 await call.write(message)
             except asyncio.InvalidStateError:  # gRPC's word for a stream that the other side has ended
                 raise _LinkEnded("the router closed the stream") from None
             self._num_unsent_events -= len(message.step.events)
+            if message.WhichOneof("message") == "status":
+                self._status_sent.set()
+
+    async def _end_too_far_behind(self) -> None:
+        # beside the writing, which a router that reads nothing blocks for as long as it answers pings
+        await self._too_far_behind.wait()
+        raise _LinkEnded(f"the router is more than {MAX_UNSENT_EVENTS} events behind")
 
     async def _report_status(self) -> None:
         while True:
             self._status_due.clear()
             status = await self._read_status()
+            self._status_sent.clear()
             self._outbox.put_nowait(router_link_pb2.WorkerMessage(status=status_to_pb(status)))
+            await self._status_sent.wait()  # the next one is then fresh, and never more than one waits to be sent
             # not wait_for: on Python 3.11 it swallows a cancellation that comes together with the event
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STATUS_INTERVAL_S):

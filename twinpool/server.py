@@ -13,6 +13,7 @@ import logging
 import socket
 import sys
 import time
+from contextlib import AsyncExitStack
 
 from llm_engine.model_config import ModelConfig
 from router.chat_template import ChatTemplate
@@ -57,49 +58,59 @@ class Server:
         self._core_plan = core_plan
         self._listener = listener
         self._cluster: Cluster = LocalCluster() if config.address == LOCAL else JoinedCluster(config.address)
-        self._pools = WorkerPools(self._cluster, BarDisplay() if sys.stderr.isatty() else LineDisplay())
 
     async def run(self) -> None:
-        """Serve until a signal. Raises ``TwinpoolError`` when a worker cannot start; nothing is left running either way."""
+        """Serve until a signal. Raises ``TwinpoolError`` when a worker cannot start, and whatever else ended the server;
+        nothing is left running either way."""
         signals = StopSignals()
-        expected = make_worker_specs(self._config, self._model, self._core_plan, ())
-        starting_cluster = asyncio.create_task(self._cluster.start(num_workers=len(expected)))
+        roles = {
+            spec.worker_id: Role.of(spec.phases) for spec in make_worker_specs(self._config, self._model, self._core_plan, ())
+        }
         router = self._make_router()
-        for spec in expected:
-            router.expect(spec.worker_id, Role.of(spec.phases))
+        for worker_id, role in roles.items():
+            router.expect(worker_id, role)
         http = HttpServer(router.app, self._listener)
+        pools = WorkerPools(
+            self._cluster,
+            BarDisplay() if sys.stderr.isatty() else LineDisplay(),
+            on_restart=lambda worker_id: router.expect(worker_id, roles[worker_id]),
+            on_failure=router.mark_dead,
+        )
+        starting_cluster = asyncio.create_task(self._cluster.start(num_workers=len(roles)))
         serving_http = asyncio.create_task(http.run())
-        working = asyncio.create_task(self._run_workers(router, starting_cluster, signals))
+        working = asyncio.create_task(self._run_workers(router, pools, starting_cluster, signals))
         asked_to_finish = asyncio.create_task(signals.finish.wait())
-        try:
+        async with AsyncExitStack() as stack:  # from its end to its beginning, each step whether or not another one fails
+            stack.push_async_callback(_raise_failure, serving_http)
+            stack.push_async_callback(_raise_failure, working)
+            stack.push_async_callback(self._cluster.stop)
+            stack.push_async_callback(pools.stop)
+            stack.push_async_callback(router.stop)
+            stack.push_async_callback(_end_http, http, serving_http, signals)
+            stack.callback(working.cancel)
+            stack.callback(asked_to_finish.cancel)
             print(f"listening on {url_of(self._listener)}", flush=True)
             await asyncio.wait({serving_http, working, asked_to_finish}, return_when=asyncio.FIRST_COMPLETED)
             if signals.finish.is_set():
                 await _drain(router, signals)
-            elif working.done():
-                working.result()
-        finally:
-            asked_to_finish.cancel()
-            working.cancel()
-            await _end_http(http, serving_http, is_hurried=signals.stop_now.is_set())
-            await router.stop()
-            await self._pools.stop()
-            await self._cluster.stop()
-            await asyncio.gather(working, serving_http, return_exceptions=True)
 
     def _make_router(self) -> Router:
         return Router(
             model_name=self._config.served_model_name,
             tokenizer=self._tokenizer,
             chat_template=self._chat_template,
-            max_model_len=self._model.max_model_len,
+            max_model_len=min(
+                flags.max_model_len or self._model.max_model_len for flags in (self._config.prefill, self._config.decode)
+            ),
             lease_s=self._config.lease_s,
             worker_wait_s=self._config.worker_wait_s,
             api_key=self._config.api_key,
             admin_key=self._config.admin_key,
         )
 
-    async def _run_workers(self, router: Router, starting_cluster: asyncio.Task[WorkerPlaces], signals: StopSignals) -> None:
+    async def _run_workers(
+        self, router: Router, pools: WorkerPools, starting_cluster: asyncio.Task[WorkerPlaces], signals: StopSignals
+    ) -> None:
         """Start the workers, then watch them until cancelled."""
         began_at = time.monotonic()
         places = await starting_cluster
@@ -110,11 +121,11 @@ class Server:
         specs = make_worker_specs(self._config, self._model, self._core_plan, (link_address,))
         # what runs by now, and whatever it starts, leaves decode's cores alone; an engine thread moves to them by itself
         confine_process_tree(self._core_plan.shared)
-        await self._pools.start(specs, places)
-        await self._pools.wait_ready()
+        await pools.start(specs, places)
+        await pools.wait_ready()
         await router.wait_ready()
         _log.info("ready after %.1f s: %s", time.monotonic() - began_at, ", ".join(spec.worker_id for spec in specs))
-        await self._pools.watch()
+        await pools.watch()
 
 
 async def _drain(router: Router, signals: StopSignals) -> None:
@@ -126,8 +137,14 @@ async def _drain(router: Router, signals: StopSignals) -> None:
     stop_now.cancel()
 
 
-async def _end_http(http: HttpServer, serving: asyncio.Task[None], *, is_hurried: bool) -> None:
-    if not is_hurried:
+async def _end_http(http: HttpServer, serving: asyncio.Task[None], signals: StopSignals) -> None:
+    if not signals.stop_now.is_set():
         http.finish()
         await asyncio.wait({serving}, timeout=HTTP_END_TIMEOUT_S)
     http.cut()
+
+
+async def _raise_failure(task: asyncio.Task[None]) -> None:
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()

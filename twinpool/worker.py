@@ -10,6 +10,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import grpc.aio
+
 from decode_worker.decode_phase import DecodePhase
 from decode_worker.decode_service import DecodeService
 from decode_worker.page_sink import DecodePageSink
@@ -25,9 +27,11 @@ from llm_engine.page_pool import PagePool
 from llm_engine.phase import Phase
 from llm_engine.step_loop import StepLoop
 from llm_engine.token_rules import TokenRules
+from prefill_worker.handoff_counters import HandoffCounters
 from prefill_worker.prefill_phase import PrefillPhase
 from prefill_worker.prefill_service import PrefillService
 from serving_core.clock import Clock, MonotonicClock
+from serving_core.errors import ConfigError
 from serving_core.ids import Incarnation, ReservationId, SequenceKey
 from serving_core.page_state import PagesSnapshot
 from serving_core.rpc.channel import make_server
@@ -53,11 +57,12 @@ class Worker:
         max_model_len = engine.max_model_len or loaded.config.max_model_len
         num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
         self._server = make_server()
+        address = _listen(self._server, spec.host)
         self.hello = WorkerHello(
             worker_id=spec.worker_id,
             incarnation=Incarnation(uuid.uuid4().hex),
             phases=spec.phases,
-            address=f"{spec.host}:{self._server.add_insecure_port(f'{spec.host}:0')}",
+            address=address,
             node=socket.gethostname(),
             pids=(os.getpid(),),
             tensor_parallel_size=1,
@@ -71,7 +76,9 @@ class Worker:
         )
         self._clock = clock
         self._lease_s = engine.lease_s
-        self._rules = TokenRules(eos_token_ids=loaded.eos_token_ids, max_model_len=max_model_len)
+        self._rules = TokenRules(
+            eos_token_ids=loaded.eos_token_ids, num_tokens=loaded.config.num_tokens, max_model_len=max_model_len
+        )
         self._cache = KVCache(layout, num_pages)
         self._pool = PagePool(num_pages, engine.page_size, clock)
         self._links = RouterLinks(addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew)
@@ -152,6 +159,7 @@ class Worker:
             clock=self._clock,
             lease_s=self._lease_s,
             max_num_batched_tokens=self.hello.max_prefill_tokens_per_step,
+            max_num_seqs=self.hello.max_num_seqs,
             local_decode=self._decode,
         )
 
@@ -179,18 +187,17 @@ class Worker:
         num_waiting = sum(status.num_waiting for status in statuses)
         if num_running == num_waiting == 0:
             self._pool.check()  # it walks every page, which only an idle worker has time for
+            assert self._pool.num_free == self._pool.num_pages, "a page is held though no phase holds a sequence"
         counts = WorkerCounts(
             statuses=statuses,
             counters=[phase.counters for phase in (self._decode, self._prefill) if phase is not None],
             pages=self._pool.counts(),
-            handoffs=self._prefill_service.counters if self._prefill_service is not None else None,
+            handoffs=self._prefill_service.counters if self._prefill_service is not None else HandoffCounters(),
             refused_writes=self._page_service.num_refused_writes if self._page_service is not None else {},
         )
         return WorkerStatus(
             num_running=num_running,
             num_waiting=num_waiting,
-            num_queued_prefill_tokens=sum(status.num_queued_tokens for status in statuses),
-            num_free_pages=self._pool.num_free,
             is_draining=False,
             metrics=make_families(counts),
         )
@@ -201,6 +208,13 @@ class Worker:
                 phase.renew(keys)
 
         self._loop.call(renew)
+
+
+def _listen(server: grpc.aio.Server, host: str) -> str:
+    try:
+        return f"{host}:{server.add_insecure_port(f'{host}:0')}"
+    except RuntimeError as error:
+        raise ConfigError(f"a worker cannot listen on {host}, which is to be an address of its machine: {error}") from error
 
 
 def _crash_on_failure(task: asyncio.Task[None], on_crash: Callable[[BaseException], None]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llm_engine.phase import PhaseStatus
 from llm_engine.phase_counters import PhaseCounters
-from prefill_worker.handoff_counters import TRANSFER_BOUNDS_S, DurationHistogram, HandoffCounters
+from prefill_worker.handoff_counters import HandoffCounters
 from serving_core import metric_names as names
 from serving_core.errors import RefusalCode
 from serving_core.metric_names import WORKER_METRICS, WorkerMetric
@@ -18,14 +18,13 @@ from serving_core.worker_status import MetricFamily, MetricSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCounts:
-    """Everything a worker has counted, of all its phases, at one moment. ``refused_writes``: page writes by reason.
-    ``handoffs`` is None on a worker that does not prefill."""
+    """Everything a worker has counted, of all its phases, at one moment. ``refused_writes``: page writes by reason."""
 
     statuses: Sequence[PhaseStatus]
     counters: Sequence[PhaseCounters]
     pages: Mapping[PageState, int]
     refused_writes: Mapping[RefusalCode, int]
-    handoffs: HandoffCounters | None
+    handoffs: HandoffCounters
 
 
 def make_families(counts: WorkerCounts) -> tuple[MetricFamily, ...]:
@@ -50,13 +49,20 @@ def _samples(metric: WorkerMetric, counts: WorkerCounts) -> Iterator[MetricSampl
     elif metric.name == names.KV_WRITES_REFUSED_TOTAL:
         for code in names.WRITE_REFUSAL_CODES:
             yield _sample(metric.name, counts.refused_writes.get(code, 0), code=code.name.lower())
+    elif metric.name == names.REFUSALS_TOTAL:
+        for code in RefusalCode:
+            num_refusals = sum(counters.refusals[code] for counters in counts.counters)
+            yield _sample(metric.name, num_refusals, code=code.name.lower())
+    elif metric.name == names.HANDOFFS_TOTAL:
+        yield _sample(metric.name, counts.handoffs.num_acknowledged, result=names.ACKNOWLEDGED)
+        yield _sample(metric.name, counts.handoffs.num_not_acknowledged, result=names.NOT_ACKNOWLEDGED)
     else:
         yield _sample(metric.name, _plain_value(metric.name, counts))
 
 
 def _handoff_seconds(counts: WorkerCounts) -> Iterator[MetricSample]:
     name = names.KV_TRANSFER_SECONDS
-    seconds = counts.handoffs.transfer_s if counts.handoffs is not None else DurationHistogram(bounds_s=TRANSFER_BOUNDS_S)
+    seconds = counts.handoffs.transfer_s
     for bound, num_observed in seconds.cumulative():
         yield _sample(f"{name}_bucket", num_observed, le="+Inf" if math.isinf(bound) else f"{bound:g}")
     yield _sample(f"{name}_sum", seconds.total_s)
@@ -72,7 +78,7 @@ def _plain_value(name: str, counts: WorkerCounts) -> float:
         names.PROMPT_TOKENS_TOTAL: sum(counters.num_prompt_tokens for counters in counts.counters),
         names.GENERATION_TOKENS_TOTAL: sum(counters.num_generation_tokens for counters in counts.counters),
         names.KV_TRANSFER_BYTES_TOTAL: sum(counters.num_kv_bytes for counters in counts.counters)
-        + (counts.handoffs.num_bytes_sent if counts.handoffs is not None else 0),
+        + counts.handoffs.num_bytes_sent,
         names.LEASE_EXPIRED_TOTAL: sum(counters.num_leases_expired for counters in counts.counters),
     }[name]
 

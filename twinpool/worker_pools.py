@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import textwrap
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from serving_core.errors import TwinpoolError
@@ -18,6 +19,9 @@ from twinpool.worker_thread import LoadProgress
 
 STOP_TIMEOUT_S = 6.0
 RESTART_BACK_OFF_S = 1.0
+MAX_FIRST_DEATHS = 3
+"""A worker that has never served is given up after so many; one that has is started again for as long as the server lives."""
+MAX_CAUSE_LENGTH = 300
 
 _log = logging.getLogger(__name__)
 
@@ -33,11 +37,24 @@ class StartDisplay(Protocol):
 
 
 class WorkerPools:
-    """Life: 1. ``start``; 2. ``wait_ready``; 3. ``watch`` for as long as the server runs; 4. ``stop``, after any of these."""
+    """Life: 1. ``start``; 2. ``wait_ready``; 3. ``watch`` for as long as the server runs; 4. ``stop``, after any of these.
 
-    def __init__(self, cluster: Cluster, display: StartDisplay) -> None:
+    ``on_restart`` is told of a worker whose process is gone and that Ray starts again. The news takes Ray seconds, so the new
+    process may serve already. ``on_failure`` is told of one whose new process cannot serve.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        display: StartDisplay,
+        *,
+        on_restart: Callable[[WorkerId], None],
+        on_failure: Callable[[WorkerId], None],
+    ) -> None:
         self._cluster = cluster
         self._display = display
+        self._on_restart = on_restart
+        self._on_failure = on_failure
         self._actors: dict[WorkerId, Any] = {}
         self._started_at = time.monotonic()
 
@@ -47,8 +64,11 @@ class WorkerPools:
         await self._cluster.call(lambda: self._create_actors(specs, places))
 
     async def wait_ready(self) -> None:
-        """Until every worker serves. Raises ``TwinpoolError`` when one cannot start."""
-        await _all(self._wait_ready(worker_id, actor, self._started_at) for worker_id, actor in self._actors.items())
+        """Until every worker serves. Raises ``TwinpoolError`` when one cannot start, or dies again and again."""
+        await _all(
+            self._wait_ready(worker_id, actor, self._started_at, max_deaths=MAX_FIRST_DEATHS)
+            for worker_id, actor in self._actors.items()
+        )
 
     async def watch(self) -> None:
         """Report deaths and returns until cancelled."""
@@ -82,15 +102,24 @@ class WorkerPools:
         for actor in actors:
             ray.kill(actor)
 
-    async def _wait_ready(self, worker_id: WorkerId, actor: Any, since: float) -> None:
+    async def _wait_ready(self, worker_id: WorkerId, actor: Any, since: float, *, max_deaths: int | None = None) -> None:
         import ray
 
+        num_deaths = 0
         while True:
+            is_up = False
             try:
                 async for reference in actor.watch_start.options(num_returns="streaming").remote():
-                    self._display.show_progress(worker_id, await reference)
-            except ray.exceptions.RayActorError:
-                _log.warning("%s died while it started; it is started again", worker_id)
+                    progress = await reference
+                    is_up = True
+                    self._display.show_progress(worker_id, progress)
+            except ray.exceptions.RayActorError as error:
+                # a process that Ray is still starting is unavailable too, which is no death
+                if is_up or not isinstance(error, ray.exceptions.ActorUnavailableError):
+                    num_deaths += 1
+                    if num_deaths == max_deaths:
+                        raise TwinpoolError(_describe_deaths(worker_id, num_deaths, error)) from None
+                    self._note_death(worker_id, "died while it started")
                 await asyncio.sleep(RESTART_BACK_OFF_S)
                 continue
             except ray.exceptions.RayTaskError as error:
@@ -107,13 +136,25 @@ class WorkerPools:
             try:
                 await actor.watch_life.remote()
             except ray.exceptions.RayActorError:
-                _log.warning("%s died; it is started again", worker_id)
+                self._note_death(worker_id, "died")
             try:
                 await self._wait_ready(worker_id, actor, time.monotonic())
             except TwinpoolError as error:
                 _log.error("%s cannot start again: %s", worker_id, error)
+                self._on_failure(worker_id)
                 await asyncio.sleep(RESTART_BACK_OFF_S)
                 await self._cluster.call(lambda: ray.kill(actor, no_restart=False))
+
+    def _note_death(self, worker_id: WorkerId, what: str) -> None:
+        _log.warning("%s %s; it is started again", worker_id, what)
+        self._on_restart(worker_id)
+
+
+def _describe_deaths(worker_id: WorkerId, num_deaths: int, last: Exception) -> str:
+    return (
+        f"{worker_id} died {num_deaths} times while it started and is given up; if it said nothing, it was killed from "
+        f"outside, as happens when memory runs out. Ray says: {textwrap.shorten(str(last), MAX_CAUSE_LENGTH)}"
+    )
 
 
 async def _all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:

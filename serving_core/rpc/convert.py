@@ -239,7 +239,6 @@ def event_to_pb(event: SequenceEvent) -> common_pb2.SequenceEvent:
         attempt=event.attempt,
         kind=common_pb2.FailureKind.ValueType(event.kind.value),
         message=event.message,
-        refusal=common_pb2.RefusalCode.ValueType(event.refusal.value if event.refusal else 0),
     )
     return common_pb2.SequenceEvent(failed=failed)
 
@@ -266,7 +265,6 @@ def event_from_pb(message: common_pb2.SequenceEvent) -> SequenceEvent:
         attempt=failed.attempt,
         kind=FailureKind(failed.kind),
         message=failed.message,
-        refusal=_refusal_code(failed.refusal),
     )
 
 
@@ -315,8 +313,6 @@ def status_to_pb(status: WorkerStatus) -> router_link_pb2.WorkerStatus:
     return router_link_pb2.WorkerStatus(
         num_running=status.num_running,
         num_waiting=status.num_waiting,
-        num_queued_prefill_tokens=status.num_queued_prefill_tokens,
-        num_free_pages=status.num_free_pages,
         is_draining=status.is_draining,
         metrics=[_family_to_pb(family) for family in status.metrics],
     )
@@ -326,8 +322,6 @@ def status_from_pb(message: router_link_pb2.WorkerStatus) -> WorkerStatus:
     return WorkerStatus(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
-        num_queued_prefill_tokens=message.num_queued_prefill_tokens,
-        num_free_pages=message.num_free_pages,
         is_draining=message.is_draining,
         metrics=tuple(_family_from_pb(family) for family in message.metrics),
     )

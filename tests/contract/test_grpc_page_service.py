@@ -14,7 +14,8 @@ import pytest_asyncio
 from kv_transfer.grpc_page_service import METHOD, SERVICE, GrpcPageService
 from kv_transfer.page_answer import decode_answer
 from kv_transfer.page_frame import HEADER_BYTES, MAX_FRAME_BYTES, encode_frame
-from serving_core.errors import RefusalCode, Refused
+from kv_transfer.page_transport import Segment
+from serving_core.errors import RefusalCode, Refused, WorkerLost
 from serving_core.ids import ReservationId
 from serving_core.rpc.channel import make_server, open_channel
 from tests.contract.page_path import GrpcPath, RecordingSink, cut_page, make_ticket
@@ -73,7 +74,6 @@ async def test_whole_pages_are_accepted_in_bounded_batches(grpc_path: GrpcPath, 
     assert await sender.send(*frames) == len(frames)
     grpc_path.sink.assert_pages_equal_source(TICKET)
     assert max(grpc_path.sink.batch_sizes) <= 4
-    assert grpc_path.service.num_bytes_received == grpc_path.sink.num_bytes_received(TICKET)
     assert not grpc_path.service.num_refused_writes
 
 
@@ -108,7 +108,6 @@ async def test_truncated_lengthened_and_flipped_frames(grpc_path: GrpcPath, send
         flipped[chance.randrange(len(frame))] ^= 1 << chance.randrange(8)
         assert await refusal_of(sender, bytes(flipped)) in bad
     grpc_path.sink.assert_untouched(TICKET)
-    assert grpc_path.service.num_bytes_received == 0
     # The port still serves.
     assert await sender.send(*page_frames()) == 16
 
@@ -178,6 +177,35 @@ async def test_a_stream_without_frames_ends_after_the_idle_time() -> None:
     async with asyncio.timeout(3):
         assert await call.read() is grpc.aio.EOF
     await channel.close()
+    await server.stop(None)
+
+
+class StoppedSink:
+    """Of a worker whose engine has stopped, or never comes to it."""
+
+    def __init__(self, *, is_stuck: bool) -> None:
+        self._is_stuck = is_stuck
+
+    async def accept(self, segments: Sequence[Segment]) -> None:
+        if self._is_stuck:
+            await asyncio.Event().wait()
+        raise WorkerLost("The engine of this worker has stopped.")
+
+
+@pytest.mark.parametrize(
+    ("is_stuck", "code"), [(False, grpc.StatusCode.UNAVAILABLE), (True, grpc.StatusCode.DEADLINE_EXCEEDED)]
+)
+async def test_a_sink_that_cannot_take_frames_ends_the_stream_with_a_status(is_stuck: bool, code: grpc.StatusCode) -> None:
+    service = GrpcPageService(StoppedSink(is_stuck=is_stuck), max_wait_s=0.1)
+    server = make_server()
+    service.add_to_server(server)
+    sender = RawSender(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    async with asyncio.timeout(3):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await sender.send(page_frames()[0])
+    assert error.value.code() is code
+    await sender.channel.close()
     await server.stop(None)
 
 

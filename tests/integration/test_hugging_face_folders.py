@@ -84,8 +84,9 @@ def write_default_folder(folder: Path) -> None:
     parts = read_gguf_tokenizer(path)
     parts.back_end.decoder = decoders.ByteLevel()
     parts.back_end.save(str(folder / "tokenizer.json"))
-    texts, bos_id, (eos_id,) = parts.vocabulary.texts, parts.vocabulary.bos_id, parts.vocabulary.eos_ids
+    texts, bos_id, eos_id = parts.vocabulary.texts, parts.vocabulary.bos_id, parts.vocabulary.eos_id
     assert bos_id is not None
+    assert eos_id is not None
     write_json(folder / "tokenizer_config.json", {"bos_token": texts[bos_id], "eos_token": texts[eos_id]})
 
 
@@ -98,11 +99,12 @@ def test_the_default_model_as_a_folder_equals_its_gguf(tmp_path: Path) -> None:
     texts = ["The three primary colours are", "def fibonacci(n):\n\treturn", "<|im_start|>user\nNaïve 12 x²?<|im_end|>\n"]
     prompts = [list(from_folder.encode(text, add_special_tokens=True)) for text in texts]
     assert prompts == [list(from_gguf.encode(text, add_special_tokens=True)) for text in texts]
-    for attribute in ("vocab_size", "bos_token_id", "eos_token_ids", "special_token_ids"):
+    for attribute in ("vocab_size", "special_token_ids"):
         assert getattr(from_folder, attribute) == getattr(from_gguf, attribute)
     assert all(from_folder.token_bytes(token) == from_gguf.token_bytes(token) for token in range(from_gguf.vocab_size))
 
     with one_thread():
         ours = our_tokens(TinyEngine(tmp_path, KVDType.FLOAT32), prompts, 16)
         assert ours == our_tokens(TinyEngine(path, KVDType.FLOAT32), prompts, 16)
-    assert load_model(tmp_path, dtype=KVDType.BFLOAT16).eos_token_ids == from_gguf.eos_token_ids
+    ends = [load_model(source, dtype=KVDType.BFLOAT16).eos_token_ids for source in (tmp_path, path)]
+    assert ends[0] == ends[1]

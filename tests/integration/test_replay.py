@@ -50,7 +50,7 @@ class Worker:
         self.sink = RecordingSink()
         self.kv: dict[SequenceKey, torch.Tensor] = {}
         self.runner = ModelRunner(loaded, self.cache)
-        rules = TokenRules(eos_token_ids=loaded.eos_token_ids, max_model_len=256)
+        rules = TokenRules(eos_token_ids=loaded.eos_token_ids, num_tokens=loaded.config.num_tokens, max_model_len=256)
         self.decode = DecodePhase(
             worker_id=WorkerId("worker-0"),
             incarnation=Incarnation("w0"),
@@ -75,6 +75,7 @@ class Worker:
             clock=clock,
             lease_s=6.0,
             max_num_batched_tokens=32,
+            max_num_seqs=8,
             local_decode=self.decode,
         )
 

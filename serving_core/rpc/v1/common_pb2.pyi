@@ -437,12 +437,9 @@ class SequenceFailed(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
-    REFUSAL_FIELD_NUMBER: builtins.int
     attempt: builtins.int
     kind: Global___FailureKind.ValueType
     message: builtins.str
-    refusal: Global___RefusalCode.ValueType
-    """UNSPECIFIED: no peer refused anything"""
     @property
     def key(self) -> Global___SequenceKey: ...
     def __init__(
@@ -452,11 +449,10 @@ class SequenceFailed(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         kind: Global___FailureKind.ValueType = ...,
         message: builtins.str = ...,
-        refusal: Global___RefusalCode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "key", b"key", "kind", b"kind", "message", b"message", "refusal", b"refusal"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "key", b"key", "kind", b"kind", "message", b"message"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SequenceFailed: typing_extensions.TypeAlias = SequenceFailed

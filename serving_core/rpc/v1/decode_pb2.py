@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from serving_core.rpc.v1 import common_pb2 as serving__core_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n serving_core/rpc/v1/decode.proto\x12\x0btwinpool.v1\x1a serving_core/rpc/v1/common.proto\"z\n\x0eReserveRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12-\n\x07request\x18\x02 \x01(\x0b\x32\x1c.twinpool.v1.GenerateRequest\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x15\n\rnum_evictions\x18\x04 \x01(\r\"\x88\x01\n\x0cReserveReply\x12-\n\x06ticket\x18\x01 \x01(\x0b\x32\x1b.twinpool.v1.TransferTicketH\x00\x12\'\n\x07refusal\x18\x02 \x01(\x0b\x32\x14.twinpool.v1.RefusalH\x00\x12\x16\n\x0enum_free_pages\x18\x03 \x01(\rB\x08\n\x06\x61nswer\";\n\rCommitRequest\x12*\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x1a.twinpool.v1.HandoffCommit\"4\n\x0b\x43ommitReply\x12%\n\x07refusal\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.Refusal\"N\n\x14\x44\x65\x63odeReleaseRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x14\n\x12\x44\x65\x63odeReleaseReply2\xda\x01\n\x06\x44\x65\x63ode\x12\x41\n\x07Reserve\x12\x1b.twinpool.v1.ReserveRequest\x1a\x19.twinpool.v1.ReserveReply\x12>\n\x06\x43ommit\x12\x1a.twinpool.v1.CommitRequest\x1a\x18.twinpool.v1.CommitReply\x12M\n\x07Release\x12!.twinpool.v1.DecodeReleaseRequest\x1a\x1f.twinpool.v1.DecodeReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n serving_core/rpc/v1/decode.proto\x12\x0btwinpool.v1\x1a serving_core/rpc/v1/common.proto\"z\n\x0eReserveRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12-\n\x07request\x18\x02 \x01(\x0b\x32\x1c.twinpool.v1.GenerateRequest\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x15\n\rnum_evictions\x18\x04 \x01(\r\"p\n\x0cReserveReply\x12-\n\x06ticket\x18\x01 \x01(\x0b\x32\x1b.twinpool.v1.TransferTicketH\x00\x12\'\n\x07refusal\x18\x02 \x01(\x0b\x32\x14.twinpool.v1.RefusalH\x00\x42\x08\n\x06\x61nswer\";\n\rCommitRequest\x12*\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x1a.twinpool.v1.HandoffCommit\"4\n\x0b\x43ommitReply\x12%\n\x07refusal\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.Refusal\"N\n\x14\x44\x65\x63odeReleaseRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x14\n\x12\x44\x65\x63odeReleaseReply2\xda\x01\n\x06\x44\x65\x63ode\x12\x41\n\x07Reserve\x12\x1b.twinpool.v1.ReserveRequest\x1a\x19.twinpool.v1.ReserveReply\x12>\n\x06\x43ommit\x12\x1a.twinpool.v1.CommitRequest\x1a\x18.twinpool.v1.CommitReply\x12M\n\x07Release\x12!.twinpool.v1.DecodeReleaseRequest\x1a\x1f.twinpool.v1.DecodeReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +34,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESERVEREQUEST']._serialized_start=83
   _globals['_RESERVEREQUEST']._serialized_end=205
-  _globals['_RESERVEREPLY']._serialized_start=208
-  _globals['_RESERVEREPLY']._serialized_end=344
-  _globals['_COMMITREQUEST']._serialized_start=346
-  _globals['_COMMITREQUEST']._serialized_end=405
-  _globals['_COMMITREPLY']._serialized_start=407
-  _globals['_COMMITREPLY']._serialized_end=459
-  _globals['_DECODERELEASEREQUEST']._serialized_start=461
-  _globals['_DECODERELEASEREQUEST']._serialized_end=539
-  _globals['_DECODERELEASEREPLY']._serialized_start=541
-  _globals['_DECODERELEASEREPLY']._serialized_end=561
-  _globals['_DECODE']._serialized_start=564
-  _globals['_DECODE']._serialized_end=782
+  _globals['_RESERVEREPLY']._serialized_start=207
+  _globals['_RESERVEREPLY']._serialized_end=319
+  _globals['_COMMITREQUEST']._serialized_start=321
+  _globals['_COMMITREQUEST']._serialized_end=380
+  _globals['_COMMITREPLY']._serialized_start=382
+  _globals['_COMMITREPLY']._serialized_end=434
+  _globals['_DECODERELEASEREQUEST']._serialized_start=436
+  _globals['_DECODERELEASEREQUEST']._serialized_end=514
+  _globals['_DECODERELEASEREPLY']._serialized_start=516
+  _globals['_DECODERELEASEREPLY']._serialized_end=536
+  _globals['_DECODE']._serialized_start=539
+  _globals['_DECODE']._serialized_end=757
 # @@protoc_insertion_point(module_scope)

@@ -52,8 +52,6 @@ class ReserveReply(google.protobuf.message.Message):
 
     TICKET_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
-    NUM_FREE_PAGES_FIELD_NUMBER: builtins.int
-    num_free_pages: builtins.int
     @property
     def ticket(self) -> serving_core.rpc.v1.common_pb2.TransferTicket: ...
     @property
@@ -63,11 +61,10 @@ class ReserveReply(google.protobuf.message.Message):
         *,
         ticket: serving_core.rpc.v1.common_pb2.TransferTicket | None = ...,
         refusal: serving_core.rpc.v1.common_pb2.Refusal | None = ...,
-        num_free_pages: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer", b"answer", "refusal", b"refusal", "ticket", b"ticket"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer", b"answer", "num_free_pages", b"num_free_pages", "refusal", b"refusal", "ticket", b"ticket"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer", b"answer", "refusal", b"refusal", "ticket", b"ticket"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_answer: typing_extensions.TypeAlias = typing.Literal["ticket", "refusal"]
     _WhichOneofArgType_answer: typing_extensions.TypeAlias = typing.Literal["answer", b"answer"]

@@ -4,7 +4,8 @@ isort:skip_file
 The one stream between a worker and a router. The worker dials, says Hello first, and is answered Welcome or Refusal.
 Afterwards: the worker sends its status every second and one StepEvents per engine step that produced anything for this
 router; the router sends, every third of the lease, the sequences it still wants on this worker.
-A stream that ends makes the worker suspect: it gets no new work until it has dialled again.
+A stream that ends, or that stays without a status for long, makes the worker suspect: it gets no new work until it has dialled
+again and told its status.
 """
 
 import builtins
@@ -215,14 +216,10 @@ class WorkerStatus(google.protobuf.message.Message):
 
     NUM_RUNNING_FIELD_NUMBER: builtins.int
     NUM_WAITING_FIELD_NUMBER: builtins.int
-    NUM_QUEUED_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
-    NUM_FREE_PAGES_FIELD_NUMBER: builtins.int
     IS_DRAINING_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     num_running: builtins.int
     num_waiting: builtins.int
-    num_queued_prefill_tokens: builtins.int
-    num_free_pages: builtins.int
     is_draining: builtins.bool
     @property
     def metrics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MetricFamily]: ...
@@ -231,12 +228,10 @@ class WorkerStatus(google.protobuf.message.Message):
         *,
         num_running: builtins.int = ...,
         num_waiting: builtins.int = ...,
-        num_queued_prefill_tokens: builtins.int = ...,
-        num_free_pages: builtins.int = ...,
         is_draining: builtins.bool = ...,
         metrics: collections.abc.Iterable[Global___MetricFamily] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["is_draining", b"is_draining", "metrics", b"metrics", "num_free_pages", b"num_free_pages", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["is_draining", b"is_draining", "metrics", b"metrics", "num_running", b"num_running", "num_waiting", b"num_waiting"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus

@@ -4,7 +4,8 @@ isort:skip_file
 The one stream between a worker and a router. The worker dials, says Hello first, and is answered Welcome or Refusal.
 Afterwards: the worker sends its status every second and one StepEvents per engine step that produced anything for this
 router; the router sends, every third of the lease, the sequences it still wants on this worker.
-A stream that ends makes the worker suspect: it gets no new work until it has dialled again.
+A stream that ends, or that stays without a status for long, makes the worker suspect: it gets no new work until it has dialled
+again and told its status.
 """
 
 import abc

@@ -19,6 +19,7 @@ from tests.pages import assert_no_leaks
 from tests.phases import (
     LAYOUT,
     MAX_MODEL_LEN,
+    NUM_TOKENS,
     DecodeSide,
     expected_tokens,
     make_commit,
@@ -156,7 +157,7 @@ def test_the_oldest_waits_for_pages_that_are_not_decodes() -> None:
 
 
 def test_each_eviction_doubles_the_room_to_grow_up_to_what_is_needed() -> None:
-    rules = TokenRules(eos_token_ids=frozenset(), max_model_len=MAX_MODEL_LEN)
+    rules = TokenRules(eos_token_ids=frozenset(), num_tokens=NUM_TOKENS, max_model_len=MAX_MODEL_LEN)
     check = AdmissionCheck(worker_id=WorkerId("decode-0"), layout=LAYOUT, rules=rules, num_pages=16)
     request = make_request(6, max_tokens=50)  # 14 pages at its longest
     assert [check.first_pages_for(request, number) for number in (0, 1, 2, 3, 4, 2**32 - 1)] == [2, 4, 6, 10, 14, 14]

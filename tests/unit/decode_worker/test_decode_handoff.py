@@ -15,6 +15,7 @@ from tests.pages import assert_no_leaks
 from tests.phases import (
     LAYOUT,
     LEASE_S,
+    NUM_TOKENS,
     DecodeSide,
     expected_tokens,
     make_commit,
@@ -66,6 +67,20 @@ def test_life_of_a_handed_over_sequence() -> None:
     assert [event.finish_reason for event in events[:-1]] == [None] * 4
     assert events[-1].finish_reason is not None
     # 5. Nothing is left.
+    assert_no_leaks(decode.pool)
+
+
+def test_a_commit_of_what_is_no_token_is_refused_and_changes_nothing() -> None:
+    decode = DecodeSide()
+    ticket = decode.reserve(REQUEST)
+    decode.phase.accept(prompt_segments(ticket, REQUEST))
+    beside = TokenLogprobs(logprob=-1.0, top=((2**31, -1.0),))
+    for commit in (make_commit(ticket, 2**31), make_commit(ticket, NUM_TOKENS), make_commit(ticket, TOKEN, logprobs=beside)):
+        assert code_of(lambda commit=commit: decode.phase.commit(commit)) is RefusalCode.MALFORMED  # type: ignore[misc]
+    assert decode.step() is None
+    decode.phase.commit(make_commit(ticket, TOKEN))
+    decode.run_out()
+    assert decode.token_ids(REQUEST.key) == expected_tokens(REQUEST.prompt_token_ids, 5)
     assert_no_leaks(decode.pool)
 
 

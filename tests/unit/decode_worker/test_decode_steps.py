@@ -205,7 +205,6 @@ def test_a_failed_row_costs_its_own_sequence_only() -> None:
     (failure,) = decode.sink.failures
     assert (failure.key, failure.kind, failure.message) == (bad.key, FailureKind.INTERNAL, "The fake row failed.")
     assert decode.token_ids(good.key) == expected_tokens(good.prompt_token_ids, 5)
-    assert decode.phase.counters.num_row_failures == 1
     assert ticket.key == good.key
     assert_no_leaks(decode.pool)
 

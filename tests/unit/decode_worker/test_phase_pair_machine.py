@@ -255,6 +255,17 @@ class PhasePairMachine(RuleBasedStateMachine):
         assert self.decode.pool.snapshot().is_sum_ok
 
     @invariant()
+    def idle_phases_hold_no_page(self) -> None:
+        """What a worker asserts whenever all of its phases are idle."""
+        for pool, phases in (
+            (self.decode.pool, (self.decode.phase, self.colocated_prefill.phase)),
+            (self.prefill.pool, (self.prefill.phase,)),
+        ):
+            statuses = [phase.status() for phase in phases]
+            is_idle = all(status.num_running == status.num_waiting == 0 for status in statuses)
+            assert not is_idle or pool.num_free == pool.num_pages
+
+    @invariant()
     def streams_are_right(self) -> None:
         """Per attempt: indexes from the last of its log without a gap, tokens of an undisturbed run, nothing after the end."""
         streams: dict[tuple[SequenceKey, int], list[TokenEvent]] = {}
@@ -286,7 +297,7 @@ class PhasePairMachine(RuleBasedStateMachine):
         assert_no_leaks(self.prefill.pool)
         for phase in (self.decode.phase, self.prefill.phase, self.colocated_prefill.phase):
             status = phase.status()
-            assert (status.num_running, status.num_waiting, status.num_queued_tokens) == (0, 0, 0)
+            assert (status.num_running, status.num_waiting) == (0, 0)
             assert phase.expire(self.clock.now()) is None
 
 

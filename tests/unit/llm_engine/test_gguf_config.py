@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from llm_engine.gguf_config import read_eos_token_ids, read_gguf_config
-from llm_engine.gguf_file import GgufFile, MetadataValue
+from llm_engine.gguf_file import GgufFile
 from llm_engine.rope_scaling import LinearScaling
 from serving_core.errors import ModelFileError
+from serving_core.gguf_header import MetadataValue
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 from tests.tiny_model import write_tiny_gguf
 
@@ -64,10 +65,18 @@ def test_linear_scaling_is_read(file: GgufFile) -> None:
     assert read_gguf_config(file).rope_scaling == LinearScaling(factor=4.0)
 
 
-def test_end_of_turn_ends_an_answer_too(file: GgufFile) -> None:
+def test_ends_of_turn_and_message_end_an_answer_too(file: GgufFile) -> None:
     assert read_eos_token_ids(file) == {2}
     file.metadata["tokenizer.ggml.eot_token_id"] = 7
-    assert read_eos_token_ids(file) == {2, 7}
+    file.metadata["tokenizer.ggml.eom_token_id"] = 8
+    assert read_eos_token_ids(file) == {2, 7, 8}
+
+
+@pytest.mark.parametrize("token_id", [-1, 267, True, "2"])
+def test_an_end_token_that_is_none_is_refused(token_id: MetadataValue, file: GgufFile) -> None:
+    file.metadata["tokenizer.ggml.eot_token_id"] = token_id
+    with pytest.raises(ModelFileError, match=r"eot_token_id, which must be a token's id, below 267"):
+        read_eos_token_ids(file)
 
 
 def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:

@@ -124,6 +124,20 @@ def test_every_stated_end_token_ends_an_answer(
     assert load_model(folder, dtype=KVDType.FLOAT32).eos_token_ids == expected
 
 
+def test_an_older_folders_map_of_special_tokens_is_read(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny", config={"eos_token_id": None})
+    change_json(folder / "tokenizer_config.json", eos_token=None)
+    write_json(folder / "special_tokens_map.json", {"eos_token": {"content": "<|im_end|>"}})
+    assert load_model(folder, dtype=KVDType.FLOAT32).eos_token_ids == {2}
+
+
+def test_an_end_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    change_json(folder / "tokenizer_config.json", eos_token="</s>")
+    with pytest.raises(ModelFileError, match="names '</s>' as eos_token, but its tokenizer has no such token"):
+        read_model_config(folder)
+
+
 def test_an_end_token_beyond_the_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_folder(tmp_path / "tiny", config={"eos_token_id": 300})
     with pytest.raises(ModelFileError, match="has 300 for eos_token_id, which must be below 267"):

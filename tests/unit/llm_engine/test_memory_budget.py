@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_engine.memory_budget import check_step_budget, num_pages_for_budget
+from llm_engine.memory_budget import StepSize, check_step_budget, num_pages_for_budget
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 
@@ -28,6 +28,11 @@ def test_a_budget_below_one_page_proposes_no_shorter_window() -> None:
         num_pages_for_budget(LAYOUT, LAYOUT.page_bytes - 1, 16)
     assert str(LAYOUT.page_bytes) in str(caught.value)
     assert "--max-model-len" not in str(caught.value)
+
+
+def test_a_decode_step_holds_a_replayed_log_beside_the_others_tokens() -> None:
+    step = StepSize.of_decode(max_num_seqs=4, max_replay_tokens=16, max_model_len=512, page_size=16, num_pages=100)
+    assert (step.num_rows, step.num_tokens, step.max_row_tokens) == (4, 3 + 16, 16)
 
 
 def test_a_step_budget_that_suits_window_and_cache_passes() -> None:

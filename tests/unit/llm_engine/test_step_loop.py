@@ -12,7 +12,7 @@ from llm_engine.phase import PhaseStatus
 from llm_engine.step_loop import StepLoop
 from llm_engine.step_plan import PlanRow, StepPlan, StepResult
 from serving_core.clock import ManualClock, MonotonicClock
-from serving_core.errors import WorkerLost
+from serving_core.errors import RefusalCode, Refused, WorkerLost
 from serving_core.ids import PageId, RequestId, SequenceKey
 from serving_core.worker_status import PhaseName
 
@@ -58,7 +58,7 @@ class FakePhase:
     def drain(self) -> None: ...
 
     def status(self) -> PhaseStatus:
-        return PhaseStatus(num_running=0, num_waiting=0, num_queued_tokens=0)
+        return PhaseStatus(num_running=0, num_waiting=0)
 
     def _note(self, verb: str) -> None:
         self.log.append(f"{self.name.value}.{verb}")
@@ -155,13 +155,40 @@ def test_an_idle_loop_wakes_for_the_end_of_a_lease(bench: Bench) -> None:
     assert bench.log.count("decode.plan") < 10, "it does not poll"
 
 
-def test_a_call_that_raises_harms_nobody(bench: Bench) -> None:
+def test_a_call_that_is_refused_harms_nobody(bench: Bench) -> None:
     loop = bench.loop()
     loop.start()
-    with pytest.raises(ZeroDivisionError):
-        loop.call(lambda: 1 // 0).result(WAIT_S)
+
+    def refuse() -> None:
+        raise Refused(RefusalCode.DRAINING, "No.")
+
+    with pytest.raises(Refused):
+        loop.call(refuse).result(WAIT_S)
     assert loop.call(lambda: 7).result(WAIT_S) == 7
     assert not bench.crashes
+
+
+def test_a_call_that_breaks_ends_the_loop_though_nobody_looks(bench: Bench) -> None:
+    loop = bench.loop()
+
+    def break_down() -> None:
+        raise AssertionError("a page has two owners")
+
+    # 1. Three calls wait for the same turn; the second breaks.
+    before = loop.call(lambda: 7)
+    broken = loop.call(break_down)
+    behind = loop.call(lambda: 8)
+    loop.start()
+    # 2. The crash is told, whatever becomes of the future.
+    assert bench.has_crashed.wait(WAIT_S)
+    assert [str(error) for error in bench.crashes] == ["a page has two owners"]
+    # 3. Every future ends.
+    assert before.result(WAIT_S) == 7
+    with pytest.raises(AssertionError, match="two owners"):
+        broken.result(WAIT_S)
+    for late in (behind, loop.call(lambda: 9)):
+        with pytest.raises(WorkerLost):
+            late.result(WAIT_S)
 
 
 def test_a_cancelled_call_does_not_run(bench: Bench) -> None:

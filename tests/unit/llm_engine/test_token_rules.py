@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from llm_engine.token_rules import TokenRules
+from serving_core.errors import RefusalCode, Refused
 from serving_core.generate_request import GenerateRequest
 from serving_core.token_event import FinishReason
-from tests.phases import make_request
+from tests.phases import NUM_TOKENS, make_request
 
 EOS = 7
-RULES = TokenRules(eos_token_ids=frozenset({EOS}), max_model_len=16)
+RULES = TokenRules(eos_token_ids=frozenset({EOS}), num_tokens=NUM_TOKENS, max_model_len=16)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,27 @@ def test_end_tokens_are_banned_and_end_nothing_before_min_tokens() -> None:
 def request_with(**options: Any) -> GenerateRequest:
     request = make_request()
     return replace(request, sampling=replace(request.sampling, **options))
+
+
+@pytest.mark.parametrize("token_id", [-1, NUM_TOKENS, 2**31])
+def test_ids_that_are_no_tokens_are_refused_wherever_they_stand(token_id: int) -> None:
+    good = make_request()
+    bad = [
+        replace(good, prompt_token_ids=(1, token_id, 2)),
+        replace(good, output_token_ids=(token_id,)),
+    ]
+    if token_id >= 0:  # others cannot be constructed
+        bad += [request_with(stop_token_ids=(3, token_id)), request_with(logit_bias=((token_id, 1.0),))]
+    for request in bad:
+        with pytest.raises(Refused, match=f"Token id {token_id} in the .* must be from 0 to {NUM_TOKENS - 1}") as refused:
+            RULES.check_token_ids(request)
+        assert refused.value.code is RefusalCode.MALFORMED
+
+
+def test_every_token_may_stand_anywhere() -> None:
+    last = NUM_TOKENS - 1
+    request = request_with(stop_token_ids=(0, last), logit_bias=((0, 1.0), (last, 1.0)))
+    RULES.check_token_ids(replace(request, prompt_token_ids=(0, last), output_token_ids=(last, 0)))
 
 
 def test_a_sample_spec_is_a_function_of_the_request_and_the_answer_so_far() -> None:

@@ -13,7 +13,7 @@ from serving_core.generate_request import GenerateRequest
 from serving_core.page_state import PageState
 from serving_core.transfer_ticket import TransferTicket
 from tests.pages import assert_no_leaks
-from tests.phases import LAYOUT, MAX_MODEL_LEN, DecodeSide, FakeHandoff, PrefillSide, make_request, next_token
+from tests.phases import LAYOUT, MAX_MODEL_LEN, NUM_TOKENS, DecodeSide, FakeHandoff, PrefillSide, make_request, next_token
 
 
 def code_of(call: Callable[[], object]) -> RefusalCode:
@@ -37,14 +37,22 @@ def test_a_long_prompt_is_cut_at_the_budget_and_short_ones_share_a_step() -> Non
     prefill = PrefillSide(max_num_batched_tokens=8)
     for name, num_tokens in (("long", 19), ("b", 3), ("c", 4)):
         start(prefill, make_request(num_tokens, name=name))
-    assert prefill.phase.status().num_queued_tokens == 26
     assert chunks(prefill.step()) == [("long", 0, 8)]
     assert chunks(prefill.step()) == [("long", 8, 8)]
     assert chunks(prefill.step()) == [("long", 16, 3), ("b", 0, 3), ("c", 0, 2)]
     assert chunks(prefill.step()) == [("c", 2, 2)]
     assert prefill.step() is None
     assert prefill.phase.counters.num_prompt_tokens == 26
-    assert prefill.phase.status().num_queued_tokens == 0
+
+
+def test_no_more_prompts_than_max_num_seqs_share_a_step() -> None:
+    prefill = PrefillSide(max_num_batched_tokens=8, max_num_seqs=2)
+    for name, num_tokens in (("a", 1), ("b", 9), ("c", 1), ("d", 1)):
+        start(prefill, make_request(num_tokens, name=name))
+    assert chunks(prefill.step()) == [("a", 0, 1), ("b", 0, 7)]
+    assert chunks(prefill.step()) == [("b", 7, 2), ("c", 0, 1)]
+    assert chunks(prefill.step()) == [("d", 0, 1)]
+    assert prefill.step() is None
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 7, 8, 30])
@@ -117,6 +125,16 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     ticket = replace(DecodeSide().reserve(make_request(6)), num_prompt_tokens=MAX_MODEL_LEN)
     assert code_of(lambda: prefill.admit(request, ticket)) is RefusalCode.TOO_LARGE
     assert prefill.phase.counters.refusals == {RefusalCode.TOO_LARGE: 1}
+    assert_no_leaks(prefill.pool)
+
+
+@pytest.mark.parametrize("change", [{"prompt_token_ids": (1, 2**31)}, {"output_token_ids": (NUM_TOKENS,)}])
+def test_ids_that_are_no_tokens_are_refused_at_once(change: dict[str, tuple[int, ...]]) -> None:
+    prefill = PrefillSide()
+    request = make_request(2)
+    ticket = DecodeSide().reserve(request)
+    assert code_of(lambda: prefill.admit(replace(request, **change), ticket)) is RefusalCode.MALFORMED  # type: ignore[arg-type]
+    assert prefill.step() is None
     assert_no_leaks(prefill.pool)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 
 import grpc
@@ -7,9 +9,11 @@ import grpc.aio
 import pytest
 
 from prefill_worker.commit_client import CommitClient
+from prefill_worker.handoff import Handoff
 from prefill_worker.handoff_counters import DurationHistogram
 from serving_core.errors import RefusalCode, Refused, WorkerLost
 from serving_core.generate_request import GenerateRequest
+from serving_core.ids import RouterId
 from serving_core.kv_page_layout import KVDType
 from serving_core.rpc import convert
 from serving_core.rpc.v1 import decode_pb2, prefill_pb2
@@ -100,7 +104,8 @@ async def test_a_refused_handoff_is_told_and_its_pages_kept_for_the_next_ticket(
         assert await start(prefill, request, ticket) is None
         await prefill.sink.wait_until(lambda: len(prefill.sink.failures) == 1)
         (failure,) = prefill.sink.failures
-        assert (failure.kind, failure.refusal) == (FailureKind.HANDOFF, RefusalCode.UNKNOWN_RESERVATION)
+        assert failure.kind is FailureKind.HANDOFF
+        assert "was released by its router" in failure.message
         assert await prefill.num_free_pages() == 13
         # 2. The next attempt sends them without a step for what is computed.
         assert await start(prefill, request, await reserve(decode, request, 2)) is None
@@ -139,12 +144,44 @@ async def test_closing_the_service_ends_what_is_under_way() -> None:
         await decode.sink.wait_until(lambda: len(decode.sink.failures) == 1)
 
 
+async def test_closing_the_service_ends_a_handoff_that_begins_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with WorkerServer(is_prefill=True) as prefill, WorkerServer(is_decode=True, lease_s=0.2) as decode:
+        # 1. The engine takes its time to admit; nobody would ever acknowledge the hand-off.
+        request = make_request(9)
+        ticket = await reserve(decode, request)
+        await decode.stop_server()
+        is_admitting, may_go_on = threading.Event(), threading.Event()
+        admit = prefill.prefill_phase.admit
+
+        def admit_slowly(
+            request: GenerateRequest, ticket: TransferTicket, router_id: RouterId, handoff: Handoff | None
+        ) -> bool:
+            is_admitting.set()
+            may_go_on.wait(WAIT_S)
+            return admit(request, ticket, router_id, handoff)
+
+        monkeypatch.setattr(prefill.prefill_phase, "admit", admit_slowly)
+        starting = asyncio.create_task(start(prefill, request, ticket))
+        assert await asyncio.to_thread(is_admitting.wait, WAIT_S)
+        # 2. The service closes before the engine comes to it.
+        closing = asyncio.create_task(prefill.prefill_service.close())
+        await asyncio.wait([closing], timeout=0.05)
+        may_go_on.set()
+        # 3. It still ends, and so does the hand-off.
+        async with asyncio.timeout(WAIT_S):
+            await closing
+            assert await starting is None
+        await release(prefill, request)
+        assert await prefill.num_free_pages() == 16
+        await decode.sink.wait_until(lambda: len(decode.sink.failures) == 1)
+
+
 async def test_a_commit_without_an_answer_is_a_lost_worker() -> None:
     async with WorkerServer(is_decode=True) as decode:
         request = make_request()
         ticket = await reserve(decode, request)
         client = CommitClient(timeout_s=2.0)
-        committer = client.to(decode.address)
+        committer = client.to(ticket)
         # 1. Refused by a living worker,
         with pytest.raises(Refused) as refused:
             await committer.commit(make_commit(ticket, 1))

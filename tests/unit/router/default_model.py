@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ def default_model_path() -> Path:
 @functools.cache
 def default_tokenizer() -> Tokenizer:
     return read_tokenizer(default_model_path())
+
+
+def text_of(token_ids: Sequence[int], *, tokenizer: Tokenizer | None = None) -> str:
+    """The text of a whole answer, of the default model's tokens unless told otherwise: special tokens left out, bytes that are
+    not UTF-8 as U+FFFD."""
+    tokenizer = tokenizer or default_tokenizer()
+    parts = (tokenizer.token_bytes(token_id) for token_id in token_ids if token_id not in tokenizer.special_token_ids)
+    return b"".join(parts).decode("utf-8", "replace")
 
 
 @functools.cache

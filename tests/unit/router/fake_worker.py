@@ -76,12 +76,10 @@ def make_hello(
     )
 
 
-def make_status(*, num_free_pages: int = 16, is_draining: bool = False, metrics: tuple[MetricFamily, ...] = ()) -> WorkerStatus:
+def make_status(*, is_draining: bool = False, metrics: tuple[MetricFamily, ...] = ()) -> WorkerStatus:
     return WorkerStatus(
         num_running=1,
         num_waiting=2,
-        num_queued_prefill_tokens=0,
-        num_free_pages=num_free_pages,
         is_draining=is_draining,
         metrics=metrics,
     )
@@ -113,7 +111,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
     """Grants every Reserve and takes every Start unless told otherwise, and writes down what it is asked.
 
     ``refusals`` are used up first, one a Reserve; ``start_refusals`` likewise. While ``answers`` is cleared, no call but
-    Release is answered. ``on_start`` is called with each Start that is taken, ``on_renewal`` with each renewal.
+    Release is answered. ``on_start`` is called with each Start that is taken, ``on_renewal`` with each renewal. While it
+    ``is_stuck`` it dials without telling a status.
     """
 
     def __init__(self, worker_id: str, *phases: PhaseName, **hello_fields: Any) -> None:
@@ -129,6 +128,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
         self.starts: list[SeenStart] = []
         self.releases: list[SeenRelease] = []
         self.renewals: list[frozenset[SequenceKey]] = []
+        self.is_stuck = False
         self.was_welcome = False
         self.refused: Refused | None = None
         self._hello_fields = hello_fields
@@ -143,7 +143,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
     # -- life -------------------------------------------------------------------------------------------------------------
 
     async def join(self, router_address: str, **hello_fields: Any) -> FakeWorker:
-        """Serve (once), dial, say hello and wait for the answer."""
+        """Serve (once), dial, say hello and a first status, and wait for the answer."""
         if not self._address:
             decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)
             prefill_pb2_grpc.add_PrefillServicer_to_server(self, self._server)
@@ -155,6 +155,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
         self._channel = open_channel(router_address)
         self._outbox = asyncio.Queue()
         self._outbox.put_nowait(router_link_pb2.WorkerMessage(hello=hello_to_pb(hello)))
+        if not self.is_stuck:
+            self.say(make_status())
         self._call = router_link_pb2_grpc.RouterLinkStub(self._channel).Connect(self._messages())
         answer = await self._call.read()
         if answer.WhichOneof("message") == "refusal":
@@ -232,7 +234,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillService
         await self.answers.wait()
         if self.refusals:
             refused = Refused(self.refusals.pop(0), "not now")
-            return decode_pb2.ReserveReply(refusal=refusal_to_pb(refused), num_free_pages=0)
+            return decode_pb2.ReserveReply(refusal=refusal_to_pb(refused))
         ticket = TransferTicket(
             reservation_id=ReservationId("0" * 32),
             key=asked.key,

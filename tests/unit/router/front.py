@@ -90,7 +90,7 @@ def make_front(
         max_model_len=max_model_len,
         max_total_tokens=max_total_tokens,
     )
-    metrics, clock, ids = RecordedMetrics(), ManualClock(), itertools.count(1)
+    metrics, clock, ids, seeds = RecordedMetrics(), ManualClock(), itertools.count(1), itertools.count(1234)
     app = create_app(
         generator=generator,
         tokenizer=default_tokenizer(),
@@ -103,7 +103,7 @@ def make_front(
         clock=clock,
         unix_time=lambda: 1_700_000_000,
         make_id=lambda: f"{next(ids):04}",
-        draw_seed=lambda: 1234,
+        draw_seed=lambda: next(seeds),
     )
     return Front(generator=generator, metrics=metrics, app=app, clock=clock)
 

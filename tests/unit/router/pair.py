@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from router.admission import AdmissionQueue
 from router.background_tasks import BackgroundTasks
 from router.generation import Generation
 from router.link_server import LinkServer
 from router.metrics import RouterMetrics
 from router.pair_generator import PairGenerator
 from router.retry_budget import RetryPolicy
+from router.waiting_line import WaitingLine
 from router.worker_client import WorkerClient
 from router.worker_directory import WorkerDirectory
 from serving_core.clock import MonotonicClock
@@ -35,7 +35,7 @@ class Pair:
 
     address: str
     directory: WorkerDirectory
-    queue: AdmissionQueue
+    line: WaitingLine
     generator: PairGenerator
     tasks: BackgroundTasks
     metrics: RouterMetrics
@@ -43,7 +43,7 @@ class Pair:
     def assert_no_leaks(self) -> None:
         """No sequence, no leg, nobody in line, no task."""
         assert self.generator.num_live == 0
-        assert len(self.queue) == 0
+        assert len(self.line) == 0
         assert len(self.tasks) == 0
         assert [worker.num_legs for worker in self.directory.registered()] == [0 for _ in self.directory.registered()]
 
@@ -56,6 +56,7 @@ async def open_pair(
     lease_s: float = LEASE_S,
     reserve_timeout_s: float = 5.0,
     max_hold_s: float = 30.0,
+    max_silence_s: float = 30.0,
     retry_policy: RetryPolicy = QUICK_RETRIES,
 ) -> AsyncIterator[Pair]:
     """Serves a link; at the end everything is stopped and nothing may be left."""
@@ -70,14 +71,15 @@ async def open_pair(
         ),
         tasks=tasks,
         max_hold_s=max_hold_s,
+        max_silence_s=max_silence_s,
     )
-    queue = AdmissionQueue(
+    line = WaitingLine(
         clock=clock, missing_phases=directory.missing_phases, worker_wait_s=worker_wait_s, max_waiting=max_waiting
     )
     metrics = RouterMetrics(model_name="tiny")
     generator = PairGenerator(
         directory=directory,
-        queue=queue,
+        line=line,
         tasks=tasks,
         decisions=metrics,
         draw_jitter=lambda: 1.0,
@@ -88,7 +90,7 @@ async def open_pair(
     add_RouterLinkServicer_to_server(link, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    pair = Pair(address=address, directory=directory, queue=queue, generator=generator, tasks=tasks, metrics=metrics)
+    pair = Pair(address=address, directory=directory, line=line, generator=generator, tasks=tasks, metrics=metrics)
     try:
         yield pair
     finally:
@@ -119,11 +121,16 @@ class Pools:
     async def add(self, worker_id: str, *phases: PhaseName, **hello_fields: object) -> FakeWorker:
         worker = await FakeWorker(worker_id, *phases, **hello_fields).join(self._pair.address)
         self._workers.append(worker)
+        async with asyncio.timeout(5):
+            await self._pair.directory.wait_until(lambda: self._is_ready(worker))
         return worker
 
     async def close(self) -> None:
         for worker in self._workers:
             await worker.die()
+
+    def _is_ready(self, worker: FakeWorker) -> bool:
+        return any(known.is_ready for known in self._pair.directory.registered() if known.hello.worker_id == worker.worker_id)
 
 
 async def settle(pair: Pair) -> None:

@@ -15,7 +15,7 @@ from router.worker_directory import WorkerState
 from serving_core.clock import MonotonicClock
 from serving_core.ids import WorkerId
 from serving_core.worker_status import PhaseName, Role
-from tests.unit.router.fake_worker import FakeWorker, make_status
+from tests.unit.router.fake_worker import FakeWorker
 from tests.unit.router.pair import Pair, open_pair
 
 STATE_WORDS = {"free", "used", "cached", "reserved", "filling", "sending", "quarantined"}
@@ -63,7 +63,6 @@ async def test_workers_in_every_state(pair: Pair, http: httpx.AsyncClient) -> No
     }
     # 2. registered, with a status
     worker = await FakeWorker("decode-0", PhaseName.DECODE).join(pair.address)
-    worker.say(make_status())
     await pair.directory.wait_until(lambda: next(pair.directory.registered()).status is not None)
     shown = (await by_id(http, "/admin/workers"))["decode-0"]
     assert shown.pop("uptime_s") >= 0
@@ -131,6 +130,7 @@ async def test_health_ready_and_metrics(pair: Pair, http: httpx.AsyncClient) -> 
     response = await http.get("/ready")
     assert (response.status_code, response.json()) == (503, {"missing": ["prefill", "decode"]})
     workers = [await FakeWorker("both-0", PhaseName.PREFILL, PhaseName.DECODE).join(pair.address)]
+    await pair.directory.wait_until(lambda: not pair.directory.missing_phases())
     response = await http.get("/ready")
     assert (response.status_code, response.json()) == (200, {"missing": []})
     response = await http.get("/metrics")

@@ -10,7 +10,7 @@ from serving_core.generate_request import GenerateRequest
 from serving_core.ids import RequestId, SequenceKey
 from serving_core.sampling_params import SamplingParams
 from serving_core.token_event import FinishReason
-from tests.unit.router.default_model import default_tokenizer
+from tests.unit.router.default_model import default_tokenizer, text_of
 from tests.unit.router.front import ids_of
 from tests.unit.router.scripted_generator import RecordedMetrics, Script, ScriptedGeneration
 
@@ -23,7 +23,7 @@ def make_answer(
     return Answer(
         generation=ScriptedGeneration(script, REQUEST),
         tokenizer=default_tokenizer(),
-        stops=stops,
+        stops=StopStrings(stops),
         min_tokens=min_tokens,
         num_prompt_tokens=1,
         metrics=metrics,
@@ -49,12 +49,12 @@ STOPS = st.lists(st.text("ae t\ufffd\n", min_size=1, max_size=3), max_size=3)
 @given(TOKEN_IDS, STOPS)
 async def test_the_pieces_join_to_the_whole_text_cut_at_the_first_stop(token_ids: list[int], stops: list[str]) -> None:
     text, finish_reason, num_tokens = await read(Script(token_ids=token_ids, finish_reason=FinishReason.LENGTH), stops)
-    finder = StopStrings(stops)
-    expected = finder.push(default_tokenizer().decode(token_ids))
+    finder = StopStrings(stops).search()
+    expected = finder.push(text_of(token_ids))
     if finder.is_matched:
         assert (text, finish_reason) == (expected, FinishReason.STOP)
-        before = StopStrings(stops)
-        before.push(default_tokenizer().decode(token_ids[: num_tokens - 1]).rstrip("\ufffd"))
+        before = StopStrings(stops).search()
+        before.push(text_of(token_ids[: num_tokens - 1]).rstrip("\ufffd"))
         assert not before.is_matched, "the token before the last counted one did not complete a stop string yet"
     else:
         assert (text, finish_reason, num_tokens) == (expected + finder.finish(), FinishReason.LENGTH, len(token_ids))

@@ -9,7 +9,7 @@ import pytest
 
 from serving_core.errors import NoCapacity, WorkerLost
 from serving_core.generate_request import GenerateRequest
-from tests.unit.router.default_model import default_tokenizer
+from tests.unit.router.default_model import text_of
 from tests.unit.router.front import CHAT, COMPLETION, EOS, RawClient, answering, chunks, ids_of, make_front
 from tests.unit.router.scripted_generator import Script
 
@@ -22,7 +22,7 @@ def by_choice(request: GenerateRequest) -> Script:
 
 
 def by_prompt(request: GenerateRequest) -> Script:
-    return answering("re: " + default_tokenizer().decode(request.prompt_token_ids))
+    return answering("re: " + text_of(request.prompt_token_ids))
 
 
 def texts_by_index(parsed: list[dict[str, Any]]) -> dict[int, str]:
@@ -78,6 +78,16 @@ async def test_prompts_times_n(stream: bool) -> None:
     assert len(set(keys)) == 6
     assert [key.choice_index for key in keys] == [0, 1] * 3, "a prompt is answered as if it had been sent alone"
     front.generator.assert_no_leaks()
+
+
+async def test_equal_prompts_get_answers_of_their_own() -> None:
+    front = make_front()
+    await front.complete(prompt=["Tell a joke"] * 2, n=2)
+    first, same, second, _ = (request.sampling.seed for request in front.generator.requests)
+    assert first == same, "choices of one prompt share its seed"
+    assert first != second
+    await front.complete(prompt=["Tell a joke"] * 2, seed=7)
+    assert [request.sampling.seed for request in front.generator.requests[4:]] == [7, 7], "unless the client names one"
 
 
 async def test_prompts_of_token_ids() -> None:

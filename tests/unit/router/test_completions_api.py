@@ -220,7 +220,7 @@ async def test_sampling_reaches_the_request() -> None:
     assert sampling.stop_token_ids == (5, 49_151)
     await front.chat(top_p=0, top_k=10**30)
     defaults = front.generator.requests[1].sampling
-    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed) == (0.0, 1.0, 0, 1234)
+    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed) == (0.0, 1.0, 0, 1235)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.router.default_model import default_tokenizer
+from tests.unit.router.default_model import default_tokenizer, text_of
 from tests.unit.router.front import EOS, answering, frames, ids_of, make_front
 from tests.unit.router.test_http_errors import error_of
 
@@ -108,7 +108,7 @@ async def test_an_assistants_message_is_continued() -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "The capital is"}]
     for options in ({}, {"add_generation_prompt": False}):
         await front.chat(messages=messages, continue_final_message=True, **options)
-        prompt = default_tokenizer().decode(front.generator.requests[-1].prompt_token_ids)
+        prompt = text_of(front.generator.requests[-1].prompt_token_ids)
         assert prompt.endswith("assistant\nThe capital is")
     await front.chat(messages=messages)
     prompt = b"".join(map(default_tokenizer().token_bytes, front.generator.requests[-1].prompt_token_ids)).decode()

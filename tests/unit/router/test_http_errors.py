@@ -37,7 +37,7 @@ BAD_OPTIONS: list[tuple[str, object]] = [
     *(("seed", value) for value in (2**64, -(2**63) - 1, 1.5, "7", True)),
     *(("min_tokens", value) for value in (-1, 10**6, True)),
     *(("ignore_eos", value) for value in (1, "true")),
-    *(("stop", value) for value in ("", [""], ["a"] * 17, 5, [5], {"a": 1})),
+    *(("stop", value) for value in ("", [""], ["a"] * 17, "a" * 1025, ["b", "a" * 1025], 5, [5], {"a": 1})),
     *(("stop_token_ids", value) for value in ([-1], [151_645], [49_152], ["a"], [True], 5, [10**30])),
     *(("stream", value) for value in (1, "true")),
     *(("stream_options", value) for value in ({"include_usage": True}, {}, 5)),

@@ -45,7 +45,7 @@ async def test_worker_is_taken_in_and_lost(pair: Pair, workers: list[FakeWorker]
     worker = await FakeWorker("decode-0", DECODE).join(pair.address)
     workers.append(worker)
     assert worker.was_welcome
-    assert state_of(pair, "decode-0") is WorkerState.READY
+    await reached(pair, "decode-0", WorkerState.READY)
     worker.say(make_status(is_draining=True))
     await reached(pair, "decode-0", WorkerState.DRAINING)
     await worker.hang_up()

@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
 
+from router.openai_schemas import MAX_CHOICES, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from router.request_body import MAX_BODY_BYTES, MAX_BRACKETS
-from tests.unit.router.front import make_front
+from tests.unit.router.front import Front, make_front
 
 LONG_PROMPT = "The quick brown fox, 123 times; " * 7_000  # 220 KB
 
@@ -44,6 +46,20 @@ async def measured_lag() -> AsyncIterator[Lag]:
         await task
 
 
+async def answer_and_lag(front: Front, path: str, body: bytes | dict[str, Any], *, at_most_s: float) -> httpx.Response:
+    """The answer, after asserting how late the loop was. Tried up to three times, since other processes only ever add to it."""
+    lags = []
+    for _ in range(3):
+        async with measured_lag() as lag:
+            response = await front.post(path, body)
+        lags.append(lag.longest)
+        if lag.longest < at_most_s:
+            break
+    print(f"{path}: the loop at most {lags} s late")
+    assert min(lags) < at_most_s
+    return response
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -59,13 +75,16 @@ async def test_a_long_prompt_does_not_hold_up_the_loop(path: str, body: dict[str
     front = make_front(max_model_len=200_000)
     content = json.dumps(body).encode()
     await front.post(path, content)
-    async with measured_lag() as lag:
-        started_at = time.perf_counter()
-        response = await front.post(path, content)
-        seconds = time.perf_counter() - started_at
+    response = await answer_and_lag(front, path, content, at_most_s=0.1)
     assert response.status_code == 200
-    print(f"{path}: {len(content)} bytes in {seconds:.3f} s, the loop at most {lag.longest:.4f} s late")
-    assert lag.longest < 0.1
+
+
+async def test_long_stop_strings_do_not_hold_up_the_loop() -> None:
+    front = make_front()
+    longest = {"prompt": "x", "n": MAX_CHOICES, "stop": ["a" * MAX_STOP_STRING_CHARS] * MAX_STOP_STRINGS}
+    for body, status in ((longest, 200), ({"prompt": "x", "n": MAX_CHOICES, "stop": ["a" * (MAX_BODY_BYTES - 100)]}, 400)):
+        response = await answer_and_lag(front, "/v1/completions", body, at_most_s=0.5)
+        assert response.status_code == status
 
 
 @pytest.mark.parametrize("num_bytes", [5 * 2**20, MAX_BODY_BYTES - 100, 27 * 2**20])
@@ -73,25 +92,16 @@ async def test_a_huge_body_is_refused_early(num_bytes: int) -> None:
     front = make_front(max_model_len=8192)
     body = {"messages": [{"role": "user", "content": "lorem ipsum dolor " * (num_bytes // 18)}]}
     content = json.dumps(body).encode()
-    async with measured_lag() as lag:
-        response = await front.post("/v1/chat/completions", content)
+    response = await answer_and_lag(front, "/v1/chat/completions", content, at_most_s=0.5)
     assert response.status_code == (400 if num_bytes < MAX_BODY_BYTES else 413)
-    print(f"{len(content)} bytes: the loop at most {lag.longest:.4f} s late")
-    assert lag.longest < 0.5
 
 
 async def test_the_worst_json_does_not_freeze_the_loop_for_a_second() -> None:
     front = make_front()
     for num_brackets, status in ((MAX_BRACKETS - 2, 400), (MAX_BODY_BYTES // 3 - 10, 413)):
         content = b'{"prompt":[' + b"[]," * num_brackets + b"5]}"
-        async with measured_lag() as lag:
-            response = await front.post("/v1/completions", content)
+        response = await answer_and_lag(front, "/v1/completions", content, at_most_s=1.0)
         assert response.status_code == status
-        print(f"{len(content)} bytes of brackets: the loop at most {lag.longest:.4f} s late")
-        assert lag.longest < 1.0
     content = b'{"prompt":[' + b"1," * (MAX_BODY_BYTES // 2 - 10) + b"5]}"
-    async with measured_lag() as lag:
-        response = await front.post("/v1/completions", content)
+    response = await answer_and_lag(front, "/v1/completions", content, at_most_s=1.0)
     assert response.status_code == 400
-    print(f"{len(content)} bytes of numbers: the loop at most {lag.longest:.4f} s late")
-    assert lag.longest < 1.0

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.generation import Path
-from router.placement import NotNow, PageDemand, Placement, Reason, WorkerLoad, place, place_again
+from router.placement import NotNow, Placement, Reason, WorkerLoad, place, place_again
 from serving_core.ids import WorkerId
+from serving_core.page_demand import PageDemand
 from serving_core.worker_status import PhaseName
 
 PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
@@ -111,28 +112,19 @@ def test_workers_to_avoid_are_taken_only_where_there_is_no_other() -> None:
     assert chosen(place([P0, D0, replace(D1, num_running=4)], demand=tokens(1), avoid=avoid)) == ("decode-0", "prefill-0")
 
 
-@pytest.mark.parametrize(
-    ("demand", "num_pages", "num_booked_pages"),
-    [
-        (PageDemand(num_tokens=16, max_num_tokens=16), 1, 1),
-        (PageDemand(num_tokens=17, max_num_tokens=160), 2, 3),
-        (PageDemand(num_tokens=17, max_num_tokens=160, num_extra_pages=4), 6, 7),
-        (PageDemand(num_tokens=17, max_num_tokens=160, num_extra_pages=2**30), 10, 10),
-        (PageDemand(num_tokens=160, max_num_tokens=160), 10, 10),
-    ],
-)
-def test_pages_for_a_demand(demand: PageDemand, num_pages: int, num_booked_pages: int) -> None:
-    assert (demand.num_pages(16), demand.num_booked_pages(16)) == (num_pages, num_booked_pages)
-    assert replace(D0, num_free_pages=num_pages).can_hold(demand)
-    assert not replace(D0, num_free_pages=num_pages - 1).can_hold(demand)
+def test_room_for_a_demand() -> None:
+    demand = PageDemand(num_tokens=17, max_num_tokens=160, num_evictions=2)
+    assert replace(D0, num_free_pages=6).can_hold(demand)
+    assert not replace(D0, num_free_pages=5).can_hold(demand)
 
 
-def again(loads: list[WorkerLoad], keep_decode: str | None, keep_prefill: str | None) -> Placement | NotNow:
+def again(loads: list[WorkerLoad], keep_decode: str | None, keep_prefill: str | None, *avoid: str) -> Placement | NotNow:
     return place_again(
         loads,
         demand=tokens(160),
         keep_decode=WorkerId(keep_decode) if keep_decode else None,
         keep_prefill=WorkerId(keep_prefill) if keep_prefill else None,
+        avoid=frozenset(map(WorkerId, avoid)),
     )
 
 
@@ -149,6 +141,13 @@ def test_next_attempt_replaces_what_was_lost() -> None:
     assert chosen(again([P0, P1, D1], None, "prefill-1")) == ("decode-1", "prefill-1")
     assert chosen(again([replace(P1, num_queued_prefill_tokens=9999), D0], "decode-0", None)) == ("decode-0", "prefill-1")
     assert chosen(again([BOTH], None, None)) == ("both-0", "both-0")
+
+
+def test_next_attempt_avoids_who_failed() -> None:
+    busier = [P0, replace(P1, num_queued_prefill_tokens=9), D0, replace(D1, num_running=3)]
+    assert chosen(again(busier, None, "prefill-0", "decode-0")) == ("decode-1", "prefill-0")
+    assert chosen(again(busier, "decode-0", None, "prefill-0")) == ("decode-0", "prefill-1")
+    assert chosen(again([P0, D0], None, "prefill-0", "decode-0")) == ("decode-0", "prefill-0")
 
 
 def test_next_attempt_with_nowhere_to_go() -> None:

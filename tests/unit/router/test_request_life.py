@@ -116,11 +116,11 @@ async def test_refused_reserve_waits_at_the_head_until_something_changes(pair: P
     # 1. the reserve is refused, and not asked again while nothing changes
     starting = asyncio.create_task(pair.generator.start(REQUEST))
     await decode.saw(lambda worker: len(worker.releases) == 1)
-    assert (len(decode.reserves), len(pair.queue)) == (1, 1)
+    assert (len(decode.reserves), len(pair.line)) == (1, 1)
     # 2. a later one does not overtake it
     later = asyncio.create_task(pair.generator.start(make_request("later")))
     await asyncio.sleep(0.05)
-    assert (len(decode.reserves), len(pair.queue)) == (1, 2)
+    assert (len(decode.reserves), len(pair.line)) == (1, 2)
     # 3. the worker tells of free pages: first come, first served
     decode.say(make_status())
     generation = await asyncio.wait_for(starting, 5)
@@ -137,7 +137,7 @@ async def test_pages_in_use_hold_the_next_sequence_back(pair: Pair, pools: Pools
     prefill.token(KEY, 0)
     waiting = asyncio.create_task(pair.generator.start(make_request("second")))
     await anext(aiter(first))
-    assert len(pair.queue) == 1
+    assert len(pair.line) == 1
     decode.token(KEY, 0)
     decode.token(KEY, 1, last=True)
     second = await asyncio.wait_for(waiting, 5)

@@ -338,7 +338,7 @@ async def test_evicted_one_comes_before_those_that_arrived_later(pair: Pair, poo
     events = await first_tokens(generation, prefill, decode, 2)
     later = asyncio.create_task(pair.generator.start(make_request("later", max_tokens=2)))
     await asyncio.sleep(0.05)
-    assert (len(pair.queue), len(decode.reserves)) == (1, 1)
+    assert (len(pair.line), len(decode.reserves)) == (1, 1)
     # 2. what the eviction frees goes to the evicted one, though the other stands in line already
     decode.evict(KEY)
     await started(prefill, 2)
@@ -444,6 +444,20 @@ async def test_what_failed_twice_goes_to_another_pair(pair: Pair, pools: Pools) 
     assert len(bad_prefill.releases_of(KEY)) == len(bad_decode.releases_of(KEY)) == 1
 
 
+async def test_a_decode_worker_that_failed_is_avoided_where_prefill_is_kept(pair: Pair, pools: Pools) -> None:
+    prefill, bad = await pools.add("prefill-0", PREFILL), await pools.add("decode-0", DECODE)
+    # 1. both have as few sequences, so the first in order is asked; it fails the reservation
+    other = await pools.add("decode-1", DECODE)
+    bad.refusals = [RefusalCode.MALFORMED]
+    generation = await asyncio.wait_for(pair.generator.start(REQUEST), 5)
+    # 2. it has room as before, but the next attempt goes to the other
+    assert ([seen.attempt for seen in bad.reserves], [seen.attempt for seen in other.reserves]) == ([1], [2])
+    prefill.token(KEY, 0, attempt=2)
+    write_on(other, attempt=2, num_known=0)
+    assert await collect(generation) == TOKENS
+    await settle(pair)
+
+
 async def test_a_hold_ends_by_itself() -> None:
     async with open_pair(max_hold_s=0.1) as pair:
         pools = Pools(pair)
@@ -471,6 +485,39 @@ async def test_two_that_are_turned_away_do_not_call_each_other_back(pair: Pair, 
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     await settle(pair)
+
+
+# -- a worker's engine is stuck ---------------------------------------------------------------------------------------------
+
+
+async def test_a_stuck_engine_is_a_lost_worker() -> None:
+    async with open_pair(max_silence_s=0.5) as pair, asyncio.TaskGroup() as tasks:
+        pools = Pools(pair)
+        prefill, stuck = await pools.add("prefill-0", PREFILL), await pools.add("decode-0", DECODE)
+        reporting = tasks.create_task(report_status(prefill))
+        # 1. two tokens are out, then its link stands but says nothing
+        generation = await pair.generator.start(REQUEST)
+        events = await first_tokens(generation, prefill, stuck, 2)
+        stuck.is_stuck = True
+        await stuck.link_ended()
+        # 2. it dials again, still stuck: nothing goes there
+        await stuck.join(pair.address)
+        await asyncio.sleep(0.1)
+        assert len(stuck.reserves) == 1
+        # 3. its engine runs again, and so does the sequence
+        stuck.say(make_status())
+        await reserved(stuck, 2)
+        write_on(stuck, attempt=2, num_known=2)
+        assert await rest(events) == TOKENS[2:]
+        await settle(pair)
+        reporting.cancel()
+        await pools.close()
+
+
+async def report_status(worker: FakeWorker) -> None:
+    while True:
+        worker.say(make_status())
+        await asyncio.sleep(0.1)
 
 
 # -- leases and room --------------------------------------------------------------------------------------------------------

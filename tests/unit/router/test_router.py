@@ -92,6 +92,7 @@ async def test_a_request_from_http_to_workers_and_back(router: Router, http: htt
 async def test_drain_and_stop(router: Router, http: httpx.AsyncClient) -> None:
     address = await router.start_link()
     worker = await FakeWorker("both-0", PhaseName.PREFILL, PhaseName.DECODE).join(address)
+    await router.wait_ready()
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 3}
     asking = asyncio.create_task(http.post("/v1/completions", json=body))
     key = await begun(worker)
@@ -119,12 +120,12 @@ async def test_drain_and_stop(router: Router, http: httpx.AsyncClient) -> None:
     await worker.die()
 
 
-async def test_place_in_the_pools_is_given_up(router: Router, http: httpx.AsyncClient) -> None:
+async def test_a_place_in_the_pools_that_cannot_be_filled(router: Router, http: httpx.AsyncClient) -> None:
     router.expect(WorkerId("decode-0"), Role.DECODE)
     router.mark_dead(WorkerId("decode-0"))
     assert (await http.get("/admin/workers")).json()["workers"][0]["state"] == "dead"
-    router.forget(WorkerId("decode-0"))
-    assert (await http.get("/admin/workers")).json() == {"workers": []}
+    router.expect(WorkerId("decode-0"), Role.DECODE)
+    assert (await http.get("/admin/workers")).json()["workers"][0]["state"] == "starting"
 
 
 async def test_link_address_in_use(router: Router) -> None:

@@ -9,7 +9,7 @@ from router.stop_strings import StopStrings
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:
     """What is given out, piece by piece, up to a match or with what is flushed at the end."""
-    finder = StopStrings(stops)
+    finder = StopStrings(stops).search()
     out: list[str] = []
     for piece in pieces:
         out.append(finder.push(piece))
@@ -37,9 +37,17 @@ def test_the_outcome_is_that_of_the_whole_text(stops: list[str], pieces: list[st
     assert ("".join(out), is_matched) == brute_force(stops, "".join(pieces))
 
 
+def test_searches_know_nothing_of_one_another() -> None:
+    stops = StopStrings(["ab"])
+    first, second = stops.search(), stops.search()
+    assert (first.push("xa"), second.push("b")) == ("x", "b")
+    assert first.push("b") == ""
+    assert (first.is_matched, second.is_matched) == (True, False)
+
+
 @given(st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4), cut_text())
 def test_only_the_beginning_of_a_stop_string_is_held_back(stops: list[str], pieces: list[str]) -> None:
-    finder = StopStrings(stops)
+    finder = StopStrings(stops).search()
     taken = given_out = ""
     for piece in pieces:
         taken += piece

@@ -11,7 +11,7 @@ from router.gguf_metadata import read_gguf_metadata
 from router.tokenizer import Tokenizer, read_tokenizer
 from serving_core.errors import InvalidRequest, ModelFileError
 from tests.tiny_model import write_tiny_gguf
-from tests.unit.router.default_model import default_model_path, default_tokenizer, reference_tokenizer
+from tests.unit.router.default_model import default_model_path, default_tokenizer, reference_tokenizer, text_of
 
 VARIED_TEXTS = [
     "",
@@ -35,11 +35,7 @@ def test_ids_equal_those_of_transformers() -> None:
     for text in VARIED_TEXTS:
         ours = default_tokenizer().encode(text, add_special_tokens=True)
         assert list(ours) == reference.encode(text), text
-        assert default_tokenizer().decode(ours) == reference.decode(
-            list(ours), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-    assert default_tokenizer().bos_token_id == reference.bos_token_id
-    assert default_tokenizer().eos_token_ids == {reference.eos_token_id}
+        assert text_of(ours) == reference.decode(list(ours), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert default_tokenizer().vocab_size == len(reference)
     assert default_tokenizer().special_token_ids == set(reference.added_tokens_decoder)
 
@@ -126,10 +122,10 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
 def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:
     tokenizer = sentencepiece_tokenizer(tmp_path / "spm.gguf")
     ids = tokenizer.encode("hello é", add_special_tokens=True)
-    assert ids[0] == tokenizer.bos_token_id == 1
+    assert ids[0] == 1
     assert [tokenizer.token_bytes(token_id) for token_id in ids[1:]] == [b" ", b"h", b"el", b"l", b"o", b" ", b"\xc3", b"\xa9"]
     # The space in front is the vocabulary's own; an answer's first token keeps it, since it follows the prompt.
-    assert tokenizer.decode(ids) == " hello é"
+    assert text_of(ids, tokenizer=tokenizer) == " hello é"
     assert tokenizer.encode("</s>", add_special_tokens=False) == (2,)
 
 
@@ -170,7 +166,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, num_bytes: int) -> None:
     whole = write_tiny_gguf(tmp_path / "whole.gguf").read_bytes()
     path = tmp_path / "cut.gguf"
     path.write_bytes(whole[:num_bytes])
-    with pytest.raises(ModelFileError, match=r"cut\.gguf is not a complete GGUF file"):
+    with pytest.raises(ModelFileError, match=r"cut\.gguf is (truncated|empty|not a GGUF file)"):
         read_tokenizer(path)
 
 
@@ -179,5 +175,5 @@ def test_a_missing_or_foreign_file_is_named(tmp_path: Path) -> None:
         read_tokenizer(tmp_path / "nope.gguf")
     foreign = tmp_path / "foreign.gguf"
     foreign.write_bytes(b"PK\x03\x04" * 100)
-    with pytest.raises(ModelFileError, match="does not begin with the letters GGUF"):
+    with pytest.raises(ModelFileError, match=r"foreign\.gguf is not a GGUF file"):
         read_tokenizer(foreign)

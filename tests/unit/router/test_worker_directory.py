@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.background_tasks import BackgroundTasks
-from router.placement import PageDemand
-from router.registered_worker import Leg, RegisteredWorker
+from router.leg import Leg
+from router.registered_worker import RegisteredWorker
 from router.worker_directory import WorkerDirectory, WorkerState
 from serving_core.clock import ManualClock
 from serving_core.errors import Refused
 from serving_core.generate_request import GenerateRequest
 from serving_core.ids import SequenceKey, WorkerId
+from serving_core.page_demand import PageDemand
 from serving_core.page_state import PagesSnapshot
 from serving_core.token_event import SequenceEvent, TokenEvent
 from serving_core.transfer_ticket import TransferTicket
@@ -22,6 +23,7 @@ from serving_core.worker_status import PhaseName, Role, WorkerHello
 from tests.unit.router.fake_worker import make_hello, make_key, make_status
 
 PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
+MAX_SILENCE_S = 0.3
 
 
 class NoCalls:
@@ -68,12 +70,22 @@ class Setting:
         self.tasks = BackgroundTasks()
         self.calls: list[NoCalls] = []
         self.directory = WorkerDirectory(
-            clock=self.clock, dead_after_s=3.0, connect=self._connect, tasks=self.tasks, max_hold_s=0.05
+            clock=self.clock,
+            dead_after_s=3.0,
+            connect=self._connect,
+            tasks=self.tasks,
+            max_hold_s=0.05,
+            max_silence_s=MAX_SILENCE_S,
         )
 
     def _connect(self, hello: WorkerHello) -> NoCalls:
         self.calls.append(NoCalls())
         return self.calls[-1]
+
+    def register_ready(self, hello: WorkerHello) -> RegisteredWorker:
+        worker = self.directory.register(hello)
+        worker.take_status(make_status())
+        return worker
 
     def states(self) -> dict[str, str]:
         return {entry.worker_id: self.directory.state_of(entry).value for entry in self.directory.entries()}
@@ -113,8 +125,11 @@ async def test_states_of_a_worker_id(setting: Setting) -> None:
     directory.expect(WorkerId("decode-0"), Role.DECODE)
     assert setting.states() == {"decode-0": "starting"}
     assert directory.missing_phases() == ["prefill", "decode"]
-    # 2. registered
+    # 2. registered, and known to run by its first status
     worker = directory.register(make_hello("decode-0", {DECODE}))
+    assert setting.states() == {"decode-0": "suspect"}
+    assert directory.missing_phases() == ["prefill", "decode"]
+    worker.take_status(make_status())
     assert setting.states() == {"decode-0": "ready"}
     assert directory.missing_phases() == ["prefill"]
     # 3. expecting it again changes nothing while it lives
@@ -130,18 +145,31 @@ async def test_states_of_a_worker_id(setting: Setting) -> None:
     assert setting.states() == {"decode-0": "suspect"}
     setting.clock.advance(3.1)
     assert setting.states() == {"decode-0": "dead"}
-    # 6. a new incarnation is ready at once
-    directory.register(make_hello("decode-0", {DECODE}, incarnation="second"))
+    # 6. a new incarnation is as good as the first
+    setting.register_ready(make_hello("decode-0", {DECODE}, incarnation="second"))
     assert setting.states() == {"decode-0": "ready"}
-    # 7. the process is known to be gone, a new one is started, and the place is given up
+    # 7. the process is known to be gone, and a new one is started
     directory.mark_dead(WorkerId("decode-0"))
     assert setting.states() == {"decode-0": "dead"}
     directory.expect(WorkerId("decode-0"), Role.DECODE)
     assert setting.states() == {"decode-0": "starting"}
-    directory.forget(WorkerId("decode-0"))
-    assert setting.states() == {}
-    directory.forget(WorkerId("decode-0"))
-    directory.mark_dead(WorkerId("decode-0"))
+    directory.mark_dead(WorkerId("nobody"))
+    assert setting.states() == {"decode-0": "starting"}
+
+
+async def test_a_worker_that_was_wrongly_taken_for_gone_returns(setting: Setting) -> None:
+    directory = setting.directory
+    # 1. its stream ends, and its process is said to be gone
+    directory.lose(directory.register(make_hello("decode-0", {DECODE}, incarnation="first")))
+    directory.expect(WorkerId("decode-0"), Role.DECODE)
+    assert setting.states() == {"decode-0": "starting"}
+    # 2. it lives and dials again
+    directory.register(make_hello("decode-0", {DECODE}, incarnation="first")).take_status(make_status())
+    assert setting.states() == {"decode-0": "ready"}
+    # 3. once a new one has taken its place it cannot
+    directory.register(make_hello("decode-0", {DECODE}, incarnation="second"))
+    with pytest.raises(Refused, match="Incarnation first of decode-0 has been replaced"):
+        directory.register(make_hello("decode-0", {DECODE}, incarnation="first"))
 
 
 async def test_new_incarnation_replaces_the_old_one(setting: Setting) -> None:
@@ -194,7 +222,7 @@ async def test_only_wanted_legs_are_renewed(setting: Setting) -> None:
 
 
 async def test_a_hold_ends_with_the_next_change(setting: Setting) -> None:
-    worker = setting.directory.register(make_hello("decode-0", {DECODE}))
+    worker = setting.register_ready(make_hello("decode-0", {DECODE}))
     worker.hold(make_key("r"))
     assert not worker.load().can_take_work
     assert worker.is_ready
@@ -214,7 +242,7 @@ async def test_a_hold_ends_with_the_next_change(setting: Setting) -> None:
 
 
 async def test_a_hold_ends_by_itself_and_tells_so(setting: Setting) -> None:
-    worker = setting.directory.register(make_hello("decode-0", {DECODE}))
+    worker = setting.register_ready(make_hello("decode-0", {DECODE}))
     worker.hold(make_key("r"))
     async with asyncio.timeout(2):
         await setting.directory.wait_until(lambda: worker.load().can_take_work)
@@ -251,12 +279,38 @@ async def test_losing_a_worker_tells_every_leg_once(setting: Setting) -> None:
     assert worker.num_legs == 0
 
 
+async def test_silence_is_a_loss(setting: Setting) -> None:
+    loop = asyncio.get_running_loop()
+    worker = setting.register_ready(make_hello("decode-0", {DECODE}))
+    leg, listener = setting.add_leg(worker, DECODE)
+    # 1. a status, and nothing else, shows that its engine runs
+    for _ in range(3):
+        await asyncio.sleep(0.5 * MAX_SILENCE_S)
+        worker.take_status(make_status())
+        worker.take_event(TokenEvent(key=leg.key, attempt=1, index=0, token_id=1))
+    last_status_at = loop.time()
+    assert listener.lost == []
+    # 2. silence
+    async with asyncio.timeout(10 * MAX_SILENCE_S):
+        await worker.gone
+    assert loop.time() - last_status_at > 0.9 * MAX_SILENCE_S
+    assert listener.lost == [leg]
+    assert setting.states() == {"decode-0": "suspect"}
+    # 3. it dials again, but gets no work before a status; none of the old link counts
+    again = setting.directory.register(make_hello("decode-0", {DECODE}))
+    worker.take_status(make_status())
+    assert setting.states() == {"decode-0": "suspect"}
+    assert not again.load().can_take_work
+    again.take_status(make_status())
+    assert setting.states() == {"decode-0": "ready"}
+
+
 async def test_wait_until_ends_by_a_change(setting: Setting) -> None:
     waiting = asyncio.create_task(setting.directory.wait_until(lambda: not setting.directory.missing_phases()))
-    setting.directory.register(make_hello("prefill-0", {PREFILL}))
+    setting.register_ready(make_hello("prefill-0", {PREFILL}))
     await asyncio.sleep(0)
     assert not waiting.done()
-    setting.directory.register(make_hello("decode-0", {DECODE}))
+    setting.register_ready(make_hello("decode-0", {DECODE}))
     await asyncio.wait_for(waiting, 1)
     await asyncio.wait_for(setting.directory.wait_until(lambda: True), 1)
 

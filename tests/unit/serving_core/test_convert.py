@@ -90,7 +90,6 @@ def test_ticket_and_commit_round_trip() -> None:
         TokenEvent(key=KEY, attempt=1, index=0, token_id=5, logprobs=TokenLogprobs(logprob=-1.0)),
         SequenceFailed(key=KEY, attempt=2, kind=FailureKind.INTERNAL, message="why"),
         SequenceEvicted(key=KEY, attempt=2),
-        SequenceFailed(key=KEY, attempt=2, kind=FailureKind.HANDOFF, message="why", refusal=RefusalCode.STALE_ATTEMPT),
     ],
 )
 def test_event_round_trip(event: SequenceEvent) -> None:
@@ -117,9 +116,7 @@ def test_worker_messages_round_trip() -> None:
     assert convert.hello_from_pb(convert.hello_to_pb(hello)) == hello
     sample = MetricSample(name="x_total", labels=(("a", "1"), ("b", "2")), value=3.0)
     family = MetricFamily(name="x", documentation="what x is", kind="counter", samples=(sample,))
-    status = WorkerStatus(
-        num_running=1, num_waiting=2, num_queued_prefill_tokens=3, num_free_pages=4, is_draining=True, metrics=(family,)
-    )
+    status = WorkerStatus(num_running=1, num_waiting=2, is_draining=True, metrics=(family,))
     assert convert.status_from_pb(convert.status_to_pb(status)) == status
     page = PageRecord(
         page_id=PageId(3), generation=2, state=PageState.FILLING, owners=(PageOwner(key=KEY, attempt=2),), age_s=0.25

@@ -79,6 +79,18 @@ def test_the_workspace_follows_from_the_step(change: dict[str, int]) -> None:
     assert after != before
 
 
+def test_each_prompt_of_a_step_adds_to_the_workspace_however_short_it_is() -> None:
+    engine = PAIR[0].engine
+    more_rows, whole_pages = dataclasses.replace(engine, max_num_seqs=64), dataclasses.replace(engine, page_size=512)
+    few, many, large_pages = (
+        worker_memory(dataclasses.replace(PAIR[0], engine=changed), MODEL).workspace_bytes
+        for changed in (engine, more_rows, whole_pages)
+    )
+    key_bytes = 2 * 4 * 64 * 2  # key and value, heads, their size, bytes of one number
+    assert many - few >= 48 * 512 * key_bytes
+    assert large_pages == few
+
+
 def test_a_worker_with_both_phases_has_the_larger_workspace() -> None:
     both = dataclasses.replace(PAIR[0], phases=frozenset(PhaseName))
     assert worker_memory(both, MODEL).workspace_bytes == max(worker_memory(spec, MODEL).workspace_bytes for spec in PAIR)

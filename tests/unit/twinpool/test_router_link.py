@@ -39,12 +39,18 @@ HELLO = WorkerHello(
     max_num_seqs=2,
     max_prefill_tokens_per_step=16,
 )
-STATUS = WorkerStatus(num_running=1, num_waiting=2, num_queued_prefill_tokens=3, num_free_pages=4, is_draining=False)
+STATUS = WorkerStatus(num_running=1, num_waiting=2, is_draining=False)
 KEY = SequenceKey(RequestId("r"))
 
 
-def event(index: int, finish_reason: FinishReason | None = None) -> TokenEvent:
-    return TokenEvent(key=KEY, attempt=1, index=index, token_id=7, finish_reason=finish_reason)
+def event(index: int, finish_reason: FinishReason | None = None, key: SequenceKey = KEY) -> TokenEvent:
+    return TokenEvent(key=key, attempt=1, index=index, token_id=7, finish_reason=finish_reason)
+
+
+def large_events(num_events: int) -> list[TokenEvent]:
+    """So large, a megabyte each, that gRPC takes only a few of them for a router that does not read."""
+    key = SequenceKey(RequestId("r" * 1_000_000))
+    return [event(index, key=key) for index in range(1, num_events + 1)]
 
 
 class PlayedRouter(router_link_pb2_grpc.RouterLinkServicer):
@@ -57,6 +63,9 @@ class PlayedRouter(router_link_pb2_grpc.RouterLinkServicer):
         self.events: list[SequenceEvent] = []
         self.to_send: asyncio.Queue[router_link_pb2.RouterMessage | None] = asyncio.Queue()
         self.changed = asyncio.Event()
+        self.listening = asyncio.Event()
+        """Whether anything after the hello is read."""
+        self.listening.set()
 
     async def Connect(  # noqa: N802 - the name is gRPC's
         self, request_iterator: AsyncIterator[router_link_pb2.WorkerMessage], context: object
@@ -83,6 +92,7 @@ class PlayedRouter(router_link_pb2_grpc.RouterLinkServicer):
                 await self.changed.wait()
 
     async def _read(self, messages: AsyncIterator[router_link_pb2.WorkerMessage]) -> None:
+        await self.listening.wait()
         async for message in messages:
             if message.WhichOneof("message") == "status":
                 self._note(self.statuses, status_from_pb(message.status))
@@ -101,11 +111,14 @@ def welcome(router_id: str) -> router_link_pb2.RouterMessage:
 
 @asynccontextmanager
 async def linked(
-    router: PlayedRouter, renew: Callable[[frozenset[SequenceKey]], None] = lambda keys: None
+    router: PlayedRouter,
+    renew: Callable[[frozenset[SequenceKey]], None] = lambda keys: None,
+    on_status_read: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RouterLinks]:
     """Links of one worker to ``router``, running."""
 
     async def read_status() -> WorkerStatus:
+        on_status_read()
         return STATUS
 
     server = make_server()
@@ -174,6 +187,56 @@ async def test_a_router_that_never_answers_is_given_up(monkeypatch: pytest.Monke
     async with linked(router):
         await router.until(lambda: bool(router.statuses))
     assert len(router.hellos) == 2
+
+
+async def test_a_router_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_link, "MAX_UNSENT_EVENTS", 20)
+    router = PlayedRouter()
+    router.listening.clear()
+    welcomed = asyncio.Event()
+    async with linked(router, on_status_read=welcomed.set) as links:
+        # 1. it is alive, but stuck, and so is what is being written to it
+        async with asyncio.timeout(5):
+            await welcomed.wait()
+        for large in large_events(10):
+            links.emit(RouterId("router-1"), [large])
+        await asyncio.sleep(0.5)  # gRPC takes what it will
+        # 2. more events wait for it than may
+        links.emit(RouterId("router-1"), [event(index) for index in range(11, 40)])
+        await router.until(lambda: len(router.hellos) == 2)
+        # 3. what it did not read is gone; when it reads again it is served as before
+        router.listening.set()
+        await router.until(lambda: bool(router.statuses))
+        links.emit(RouterId("router-1"), [event(1)])
+        await router.until(lambda: event(1) in router.events)
+
+
+async def test_statuses_do_not_pile_up_for_a_router_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_link, "STATUS_INTERVAL_S", 0.01)
+    reads: list[None] = []
+    first_read = asyncio.Event()
+
+    def on_status_read() -> None:
+        reads.append(None)
+        first_read.set()
+
+    router = PlayedRouter()
+    router.listening.clear()
+    async with linked(router, on_status_read=on_status_read) as links:
+        await router.until(lambda: len(router.hellos) == 1)
+        # 1. it is stuck, so that at most one status waits and no other is read
+        async with asyncio.timeout(5):
+            await first_read.wait()
+            for large in large_events(10):
+                links.emit(RouterId("router-1"), [large])
+            num_reads = 0
+            while len(reads) != num_reads:
+                num_reads = len(reads)
+                await asyncio.sleep(0.1)  # ten statuses' time
+        # 2. it reads again: all events, and fresh statuses
+        router.listening.set()
+        await router.until(lambda: len(router.events) == 10 and len(reads) > num_reads + 1)
+    assert len(router.statuses) <= len(reads)
 
 
 async def test_an_absent_router_costs_nothing_but_its_events() -> None:

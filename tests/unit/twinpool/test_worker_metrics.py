@@ -20,11 +20,11 @@ def values(counts: WorkerCounts) -> dict[tuple[str, tuple[tuple[str, str], ...]]
 
 
 IDLE = WorkerCounts(
-    statuses=[PhaseStatus(num_running=0, num_waiting=0, num_queued_tokens=0)],
+    statuses=[PhaseStatus(num_running=0, num_waiting=0)],
     counters=[PhaseCounters()],
     pages=pages(free=8),
     refused_writes={},
-    handoffs=None,
+    handoffs=HandoffCounters(),
 )
 
 
@@ -39,18 +39,25 @@ def test_a_fresh_worker_reports_every_series_at_zero() -> None:
 
 
 def test_phases_are_summed() -> None:
-    handoffs = HandoffCounters(num_bytes_sent=300)
+    handoffs = HandoffCounters(num_bytes_sent=300, num_acknowledged=2, num_not_acknowledged=1)
     handoffs.transfer_s.observe(0.02)
     handoffs.transfer_s.observe(99.0)
     seen = values(
         WorkerCounts(
             statuses=[
-                PhaseStatus(num_running=3, num_waiting=1, num_queued_tokens=0),
-                PhaseStatus(num_running=2, num_waiting=4, num_queued_tokens=70),
+                PhaseStatus(num_running=3, num_waiting=1),
+                PhaseStatus(num_running=2, num_waiting=4),
             ],
             counters=[
-                PhaseCounters(num_generation_tokens=10, num_kv_bytes=40, num_leases_expired=1),
-                PhaseCounters(num_generation_tokens=2, num_prompt_tokens=50, num_leases_expired=2),
+                PhaseCounters(
+                    num_generation_tokens=10, num_kv_bytes=40, num_leases_expired=1, refusals=Counter({RefusalCode.DRAINING: 4})
+                ),
+                PhaseCounters(
+                    num_generation_tokens=2,
+                    num_prompt_tokens=50,
+                    num_leases_expired=2,
+                    refusals=Counter({RefusalCode.DRAINING: 1, RefusalCode.TOO_LARGE: 1}),
+                ),
             ],
             pages=pages(free=6, used=1, sending=1),
             refused_writes=Counter({RefusalCode.STALE_ATTEMPT: 5}),
@@ -72,6 +79,10 @@ def test_phases_are_summed() -> None:
     }
     assert seen["twinpool:pages", (("state", "sending"),)] == 1
     assert seen["twinpool:kv_writes_refused_total", (("code", "stale_attempt"),)] == 5
+    assert seen["twinpool:refusals_total", (("code", "draining"),)] == 5
+    assert seen["twinpool:refusals_total", (("code", "too_large"),)] == 1
+    assert seen["twinpool:handoffs_total", (("result", "acknowledged"),)] == 2
+    assert seen["twinpool:handoffs_total", (("result", "not_acknowledged"),)] == 1
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "0.01"),)] == 0
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "0.025"),)] == 1
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "+Inf"),)] == 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from serving_core.engine_config import EngineConfig
-from serving_core.errors import ModelFileError
+from serving_core.errors import ConfigError, ModelFileError
 from serving_core.ids import WorkerId
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
@@ -64,6 +65,15 @@ def test_a_start_that_fails_is_told_to_every_watcher(tmp_path: Path) -> None:
             list(worker.watch_start())
     worker.join()
     worker.stop()
+
+
+def test_an_address_of_another_machine(tmp_path: Path) -> None:
+    elsewhere = dataclasses.replace(spec_of(write_tiny_gguf(tmp_path / "tiny.gguf")), host="192.0.2.1")
+    worker = WorkerThread(elsewhere)
+    worker.start()
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        list(worker.watch_start())
+    worker.join()
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def _nothing_to_let_go() -> None:
     pass
 
 
-class AdmissionQueue:
+class WaitingLine:
     """First come, first served: nobody is served before the one at the head, so a small request never overtakes a large one.
 
     At most ``max_waiting`` stand in line, but who comes back is always let in. Who stands there for ``worker_wait_s`` while

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.admission import AdmissionQueue
+from router.waiting_line import WaitingLine
 from serving_core.clock import Clock, ManualClock, MonotonicClock
 from serving_core.errors import NoCapacity
 
@@ -27,7 +27,7 @@ class Counter:
 
 
 class Line:
-    """A queue in front of a counter, with named waiters."""
+    """A line in front of a counter, with named waiters."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Line:
     ) -> None:
         self.counter = Counter()
         self.missing = missing or []
-        self.queue = AdmissionQueue(
+        self.waiting = WaitingLine(
             clock=clock or MonotonicClock(),
             missing_phases=lambda: self.missing,
             worker_wait_s=worker_wait_s,
@@ -49,22 +49,22 @@ class Line:
         )
 
     async def join(self, name: str) -> asyncio.Task[None]:
-        place = self.queue.draw_place()
-        task = asyncio.create_task(self.queue.wait_turn(place, lambda: self.counter.taker(name)))
+        place = self.waiting.draw_place()
+        task = asyncio.create_task(self.waiting.wait_turn(place, lambda: self.counter.taker(name)))
         await asyncio.sleep(0)
         return task
 
     def free(self, num_free: int = 1) -> None:
         self.counter.num_free += num_free
-        self.queue.poke()
+        self.waiting.poke()
 
 
 async def test_served_at_once_when_there_is_room() -> None:
     line = Line()
     line.counter.num_free = 1
-    await line.queue.wait_turn(line.queue.draw_place(), lambda: line.counter.taker("a"))
+    await line.waiting.wait_turn(line.waiting.draw_place(), lambda: line.counter.taker("a"))
     assert line.counter.takers == ["a"]
-    assert len(line.queue) == 0
+    assert len(line.waiting) == 0
 
 
 async def test_first_come_first_served() -> None:
@@ -80,7 +80,7 @@ async def test_first_come_first_served() -> None:
 
 async def test_nobody_passes_a_head_that_cannot_be_served() -> None:
     line = Line()
-    large = asyncio.create_task(line.queue.wait_turn(line.queue.draw_place(), lambda: False))
+    large = asyncio.create_task(line.waiting.wait_turn(line.waiting.draw_place(), lambda: False))
     await asyncio.sleep(0)
     small = await line.join("small")
     line.free(5)
@@ -95,11 +95,11 @@ async def test_nobody_passes_a_head_that_cannot_be_served() -> None:
 
 async def test_who_comes_back_gets_the_old_place() -> None:
     line = Line(max_waiting=1)
-    place = line.queue.draw_place()
+    place = line.waiting.draw_place()
     second = await line.join("second")
-    back = asyncio.create_task(line.queue.wait_turn(place, lambda: line.counter.taker("first"), is_returning=True))
+    back = asyncio.create_task(line.waiting.wait_turn(place, lambda: line.counter.taker("first"), is_returning=True))
     await asyncio.sleep(0)
-    assert len(line.queue) == 2
+    assert len(line.waiting) == 2
     line.free(2)
     await asyncio.gather(second, back)
     assert line.counter.takers == ["first", "second"]
@@ -122,7 +122,7 @@ async def test_cancelled_waiters_leave_cleanly() -> None:
     tasks[0].cancel()
     tasks[1].cancel()
     await asyncio.gather(*tasks[:2], return_exceptions=True)
-    assert len(line.queue) == 1
+    assert len(line.waiting) == 1
     line.free()
     await tasks[2]
     assert line.counter.takers == ["c"]
@@ -133,7 +133,7 @@ async def test_no_worker_in_time_names_the_phase() -> None:
     with pytest.raises(NoCapacity, match=r"no ready decode worker came within 0\.1 s") as caught:
         await (await line.join("a"))
     assert not caught.value.is_queue_full
-    assert len(line.queue) == 0
+    assert len(line.waiting) == 0
 
 
 async def test_waiting_for_room_is_not_waiting_for_a_worker() -> None:
@@ -149,21 +149,21 @@ async def test_the_wait_for_a_worker_begins_when_it_is_lost() -> None:
     # 1. busy for long, then the worker goes
     clock.advance(50)
     line.missing.append("prefill")
-    line.queue.poke()
+    line.waiting.poke()
     # 2. it comes back in time: the time counts anew when it goes again
     clock.advance(4)
     line.missing.clear()
-    line.queue.poke()
+    line.waiting.poke()
     clock.advance(4)
     line.missing.append("prefill")
-    line.queue.poke()
+    line.waiting.poke()
     clock.advance(4)
-    line.queue.poke()
+    line.waiting.poke()
     await asyncio.sleep(0)
     assert not task.done()
     # 3. gone for too long
     clock.advance(2)
-    line.queue.poke()
+    line.waiting.poke()
     with pytest.raises(NoCapacity, match="no ready prefill worker"):
         await task
 
@@ -171,11 +171,11 @@ async def test_the_wait_for_a_worker_begins_when_it_is_lost() -> None:
 async def test_who_waits_anew_keeps_the_place_but_not_the_time() -> None:
     clock = ManualClock()
     line = Line(worker_wait_s=5.0, max_wait_s=20.0, clock=clock, missing=["decode"])
-    place = line.queue.draw_place()
+    place = line.waiting.draw_place()
     clock.advance(100)
     younger = await line.join("younger")
-    place = line.queue.renew_place(place)
-    back = asyncio.create_task(line.queue.wait_turn(place, lambda: line.counter.taker("back"), is_returning=True))
+    place = line.waiting.renew_place(place)
+    back = asyncio.create_task(line.waiting.wait_turn(place, lambda: line.counter.taker("back"), is_returning=True))
     await asyncio.sleep(0)
     clock.advance(4)
     line.free(2)
@@ -186,8 +186,8 @@ async def test_who_waits_anew_keeps_the_place_but_not_the_time() -> None:
 async def test_what_is_let_go_does_not_pass_to_those_behind() -> None:
     line = Line()
     line.counter.num_free = 1
-    place = line.queue.draw_place()
-    await line.queue.wait_turn(place, lambda: line.counter.taker("first"))
+    place = line.waiting.draw_place()
+    await line.waiting.wait_turn(place, lambda: line.counter.taker("first"))
     behind = await line.join("behind")
     is_holding = True
 
@@ -199,7 +199,7 @@ async def test_what_is_let_go_does_not_pass_to_those_behind() -> None:
     def take_once_free() -> bool:
         return not is_holding and line.counter.taker("first")
 
-    await line.queue.wait_turn(place, take_once_free, is_returning=True, let_go=let_go)
+    await line.waiting.wait_turn(place, take_once_free, is_returning=True, let_go=let_go)
     assert line.counter.takers == ["first", "first"]
     line.free()
     await behind

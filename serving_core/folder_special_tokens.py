@@ -1,4 +1,4 @@
-"""The special tokens that a Hugging Face folder names, as texts: for its tokenizer and for its chat template."""
+"""The special tokens that a Hugging Face folder names, as texts: for tokenizer, chat template and the end of answers."""
 
 from __future__ import annotations
 

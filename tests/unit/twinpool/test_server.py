@@ -1,0 +1,128 @@
+"""How a server ends, with a cluster that never comes up. Everything else of it is seen only from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from llm_engine.open_checkpoint import read_model_config
+from router.chat_template import read_chat_template
+from router.router import Router
+from router.tokenizer import read_tokenizer
+from tests.tiny_model import write_tiny_gguf
+from twinpool import server as server_module
+from twinpool.cli import make_parser
+from twinpool.cluster import WorkerPlaces
+from twinpool.http_server import HttpServer, listen
+from twinpool.serve_config import make_serve_config
+from twinpool.server import Server
+from twinpool.stop_signals import StopSignals
+from twinpool.worker_specs import plan_server_cores
+
+T = TypeVar("T")
+
+
+class AbsentCluster:
+    """Never started; ``is_stopped`` tells whether it was told to leave nothing behind."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+
+    async def start(self, *, num_workers: int) -> WorkerPlaces:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async def call(self, function: Callable[[], T]) -> T:
+        return function()
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> AbsentCluster:
+    cluster = AbsentCluster()
+    monkeypatch.setattr(server_module, "LocalCluster", lambda: cluster)
+    return cluster
+
+
+@pytest.fixture
+def make_server(tmp_path: Path, cluster: AbsentCluster) -> Iterator[Callable[..., Server]]:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    with listen("127.0.0.1", 0) as listener:
+
+        def make(*flags: str) -> Server:
+            config = make_serve_config(make_parser().parse_args(["serve", str(path), *flags]))
+            return Server(
+                config,
+                model=read_model_config(path),
+                tokenizer=read_tokenizer(path),
+                chat_template=read_chat_template(path),
+                core_plan=plan_server_cores(config, [0, 1]),
+                listener=listener,
+            )
+
+        yield make
+
+
+async def test_http_that_fails_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], cluster: AbsentCluster
+) -> None:
+    async def fail(self: HttpServer) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(HttpServer, "run", fail)
+    with pytest.raises(OSError, match="too many open files"):
+        await make_server().run()
+    assert cluster.is_stopped
+
+
+async def test_a_step_of_the_end_that_fails_skips_no_other(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], cluster: AbsentCluster
+) -> None:
+    stop = Router.stop
+
+    async def stop_and_fail(self: Router) -> None:
+        await stop(self)
+        raise RuntimeError("the router will not stop")
+
+    class AskedToFinish(StopSignals):
+        def __init__(self) -> None:
+            super().__init__()
+            self.finish.set()
+
+    monkeypatch.setattr(Router, "stop", stop_and_fail)
+    monkeypatch.setattr(server_module, "StopSignals", AskedToFinish)
+    with pytest.raises(RuntimeError, match="the router will not stop"):
+        await make_server().run()
+    assert cluster.is_stopped
+
+
+@pytest.mark.parametrize(
+    ("flags", "window"),
+    [
+        ((), 512),
+        (("--max-model-len", "256"), 256),
+        (("--prefill-max-model-len", "128", "--decode-max-model-len", "256"), 128),
+        (("--decode-max-model-len", "256"), 256),
+    ],
+)
+async def test_the_router_knows_the_window_before_any_worker(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], flags: tuple[str, ...], window: int
+) -> None:
+    windows: list[int] = []
+
+    async def note_window(self: Router) -> None:
+        windows.append(self.generator.max_model_len)
+
+    async def end(self: HttpServer) -> None:
+        pass
+
+    monkeypatch.setattr(Router, "stop", note_window)
+    monkeypatch.setattr(HttpServer, "run", end)
+    await make_server(*flags).run()
+    assert windows == [window]
