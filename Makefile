@@ -11,6 +11,7 @@ help:
 	@echo "make serve [ARGS=\"...\"]   start a server (ARGS go to twinpool serve)"
 	@echo "make test                 every test that needs no GPU, slow ones excepted"
 	@echo "make equality             the full comparison: split = unsplit, ours = the reference"
+	@echo "make setup                the environment for development; the others run it when needed"
 	@echo "make check                lint, types, import contracts, generated code"
 	@echo "make format               rewrite the code in its format"
 
