@@ -55,6 +55,7 @@ async def open_pair(
     max_waiting: int = 256,
     lease_s: float = LEASE_S,
     reserve_timeout_s: float = 5.0,
+    release_timeout_s: float = 0.5,
     max_hold_s: float = 30.0,
     max_silence_s: float = 30.0,
     retry_policy: RetryPolicy = QUICK_RETRIES,
@@ -67,7 +68,7 @@ async def open_pair(
         clock=clock,
         dead_after_s=3 * lease_s,
         connect=lambda hello: WorkerClient(
-            hello, router_id=router_id, reserve_timeout_s=reserve_timeout_s, release_timeout_s=0.5
+            hello, router_id=router_id, reserve_timeout_s=reserve_timeout_s, release_timeout_s=release_timeout_s
         ),
         tasks=tasks,
         max_hold_s=max_hold_s,

@@ -182,7 +182,8 @@ async def be_a_client(pools: Pools, pair: Pair, name: str, chance: random.Random
 async def test_every_token_comes_once_and_nothing_is_left_behind(seed: int, is_colocated: bool) -> None:
     print(f"seed {seed}")
     chance = random.Random(seed)
-    async with open_pair(lease_s=LEASE_S, retry_policy=PATIENT, max_hold_s=0.1) as pair:
+    # releases get the time that a busy machine takes, since each must arrive here
+    async with open_pair(lease_s=LEASE_S, retry_policy=PATIENT, max_hold_s=0.1, release_timeout_s=5.0) as pair:
         pools = Pools(pair, chance, is_colocated=is_colocated)
         await pools.open()
         # 1. clients come one after the other; some give up while they wait; again and again a worker is in trouble
@@ -195,7 +196,7 @@ async def test_every_token_comes_once_and_nothing_is_left_behind(seed: int, is_c
             if number % 8 == 4 or chance.random() < 0.05:
                 await pools.trouble_one()
         # 2. each of them comes to its end, and who stayed has every token
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             ends = await asyncio.gather(*clients, return_exceptions=True)
         print(Counter(str(end) or repr(end) for end in ends), pools.num_faults)
         unexpected = [end for end in ends if isinstance(end, Exception)]
@@ -203,7 +204,7 @@ async def test_every_token_comes_once_and_nothing_is_left_behind(seed: int, is_c
         assert ends.count("finished") > NUM_SEQUENCES // 3
         assert min(pools.num_faults[fault] for fault in ("death", "hand-off", "eviction")) > 0
         # 3. nothing is left, here or on a worker that lives
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await pair.generator.wait_idle()
         pair.assert_no_leaks()
         pools.assert_every_leg_was_released()
