@@ -181,7 +181,7 @@ async def test_confirmation_with_another_token_is_an_error(pair: Pair, pools: Po
 @pytest.mark.parametrize("num_out", [0, 3])
 @pytest.mark.parametrize("lost", ["prefill", "decode", "both"])
 async def test_no_worker_comes_back_in_time(num_out: int, lost: str) -> None:
-    async with open_pair(worker_wait_s=0.2) as pair:
+    async with open_pair(worker_wait_s=0.8) as pair:
         pools = Pools(pair)
         workers = {"prefill": await pools.add("prefill-0", PREFILL), "decode": await pools.add("decode-0", DECODE)}
         generation = await pair.generator.start(REQUEST)
