@@ -16,15 +16,9 @@ from serving_core.clock import MonotonicClock
 from serving_core.ids import WorkerId
 from serving_core.worker_status import PhaseName, Role
 from tests.unit.router.fake_worker import FakeWorker
-from tests.unit.router.pair import Pair, open_pair
+from tests.unit.router.pair import Pair
 
 STATE_WORDS = {"free", "used", "cached", "reserved", "filling", "sending", "quarantined"}
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with open_pair() as pair:
-        yield pair
 
 
 @pytest.fixture

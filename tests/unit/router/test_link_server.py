@@ -12,15 +12,9 @@ from serving_core.errors import RefusalCode
 from serving_core.rpc.v1 import router_link_pb2
 from serving_core.worker_status import PhaseName
 from tests.unit.router.fake_worker import OTHER_LAYOUT, FakeWorker, make_key, make_status
-from tests.unit.router.pair import LEASE_S, Pair, collect, make_request, open_pair
+from tests.unit.router.pair import LEASE_S, Pair, collect, make_request
 
 PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with open_pair() as pair:
-        yield pair
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -17,20 +17,6 @@ from tests.unit.router.pair import Pair, Pools, collect, make_request, open_pair
 PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
 REQUEST = make_request()
 KEY = REQUEST.key
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with open_pair() as pair:
-        yield pair
-
-
-@pytest.fixture
-async def pools(pair: Pair) -> AsyncIterator[Pools]:
-    pools = Pools(pair)
-    yield pools
-    await pair.generator.close()
-    await pools.close()
 
 
 def has_started(num_times: int) -> Callable[[FakeWorker], bool]:

@@ -21,20 +21,6 @@ KEY = REQUEST.key
 TOKENS = [100, 101, 102, 103, 104]
 
 
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with open_pair() as pair:
-        yield pair
-
-
-@pytest.fixture
-async def pools(pair: Pair) -> AsyncIterator[Pools]:
-    pools = Pools(pair)
-    yield pools
-    await pair.generator.close()
-    await pools.close()
-
-
 async def started(worker: FakeWorker, num_times: int) -> None:
     await worker.saw(lambda worker: len(worker.starts) >= num_times)
 
