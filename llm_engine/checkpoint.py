@@ -6,7 +6,7 @@ its shape, and none is left over; 3. ``iter_pieces`` for each tensor; 4. closed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from llm_engine.llama_tensors import ROPE_FACTORS, tensor_shapes
+from llm_engine.decoder_tensors import ROPE_FACTORS, tensor_shapes
 from llm_engine.model_config import ModelConfig
 from serving_core.errors import ModelFileError
 
@@ -55,7 +55,11 @@ class Checkpoint(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What there is, by the names of ``llama_tensors``, or by its stored name where it has none of these."""
+        """What the model has a place for, by the names of ``decoder_tensors``."""
+
+    @property
+    def stray_names(self) -> Sequence[str]:
+        """The stored names of all other tensors."""
 
     def stored_name(self, name: str) -> str:
         """What the checkpoint calls, or would call, the tensor ``name``."""
@@ -72,11 +76,6 @@ class Checkpoint(Protocol):
 
 def check_tensors(checkpoint: Checkpoint) -> None:
     """Names and shapes, neither more nor less. Raises ModelFileError for the first that does not fit."""
-    num_layers = checkpoint.config.num_layers
-    if num_layers > len(checkpoint.tensors):
-        raise ModelFileError(
-            f"{checkpoint.path} states {num_layers} layers and holds {len(checkpoint.tensors)} tensors in all."
-        )
     shapes = tensor_shapes(checkpoint.config)
     if ROPE_FACTORS in checkpoint.tensors:
         shapes[ROPE_FACTORS] = (checkpoint.config.head_dim // 2,)
@@ -91,6 +90,5 @@ def check_tensors(checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path}: tensor {stored.name} has shape {list(stored.shape)}; the model's sizes ask for "
                 f"{list(shape)}."
             )
-    for name, stored in checkpoint.tensors.items():
-        if name not in shapes:
-            raise ModelFileError(f"{checkpoint.path} holds the tensor {stored.name}, which a plain Llama model does not have.")
+    for stored_name in checkpoint.stray_names:
+        raise ModelFileError(f"{checkpoint.path} holds the tensor {stored_name}, which a model of this kind does not have.")

@@ -1,38 +1,21 @@
-"""A Llama in a GGUF file: its tensors under the names that the model code knows, its query and key rows in their order."""
+"""A model in a GGUF file: its tensors under the names that the model code knows, its query and key rows in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from llm_engine.checkpoint import StoredTensor, WeightPiece
-from llm_engine.gguf_config import read_eos_token_ids, read_gguf_config
-from llm_engine.gguf_file import GgufFile
-from llm_engine.llama_tensors import EMBEDDING, FINAL_NORM, HEAD, ROPE_FACTORS, layer_tensor
+from llm_engine.decoder_tensors import ROPE_FACTORS, tensor_shapes
+from llm_engine.gguf_config import read_architecture, read_eos_token_ids, read_gguf_config
+from llm_engine.gguf_file import GgufFile, TensorInfo
+from llm_engine.gguf_tensors import GgufPlace, gguf_place, is_stack
+from serving_core.errors import ModelFileError
 
-_STORED_NAMES = {
-    EMBEDDING: "token_embd.weight",
-    FINAL_NORM: "output_norm.weight",
-    HEAD: "output.weight",
-    ROPE_FACTORS: "rope_freqs.weight",
-}
-_STORED_PARTS = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
-_INTERLEAVED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-"""The file interleaves the two halves of each head of these (row 2i, row 2i + 1); the model keeps the halves one after the
-other (row i, row i + head_dim / 2)."""
+_ROTATED = (".query.weight", ".key.weight")
 
 
 class GgufCheckpoint:
@@ -42,28 +25,33 @@ class GgufCheckpoint:
         self.path = path
         self._file = GgufFile(path)
         try:
+            self._is_interleaved = read_architecture(self._file).is_interleaved
             self.config = read_gguf_config(self._file)
             self.eos_token_ids = read_eos_token_ids(self._file)
-            self._stored_names = self._name_all()
-            names = {stored: name for name, stored in self._stored_names.items()}
-            self._tensors = {
-                names.get(info.name, info.name): StoredTensor(name=info.name, shape=info.shape, num_bytes=info.num_bytes)
-                for info in self._file.tensors.values()
-            }
+            self._infos = self._find_tensors()
         except BaseException:
             self.close()
             raise
+        self._tensors = {
+            name: StoredTensor(name=info.name, shape=info.shape, num_bytes=info.num_bytes) for name, info in self._infos.items()
+        }
+        known = {info.name for info in self._infos.values()}
+        self._stray_names = [name for name in self._file.tensors if name not in known]
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         return self._tensors
 
+    @property
+    def stray_names(self) -> Sequence[str]:
+        return self._stray_names
+
     def stored_name(self, name: str) -> str:
-        return self._stored_names[name]
+        return gguf_place(name).name
 
     def iter_pieces(self, name: str) -> Iterator[WeightPiece]:
-        is_interleaved = name.endswith(_INTERLEAVED)
-        for first, values, num_bytes in self._file.iter_rows(self._file.tensors[self.stored_name(name)]):
+        is_interleaved = self._is_interleaved and name.endswith(_ROTATED)
+        for first, values, num_bytes in self._file.iter_rows(self._infos[name]):
             rows = np.arange(first, first + len(values))
             yield WeightPiece(rows=self._in_halves(rows) if is_interleaved else rows, values=values, num_bytes=num_bytes)
 
@@ -73,11 +61,32 @@ class GgufCheckpoint:
     def close(self) -> None:
         self._file.close()
 
-    def _name_all(self) -> dict[str, str]:
-        names = dict(_STORED_NAMES)
-        for layer in range(self.config.num_layers):
-            names |= {layer_tensor(layer, part): f"blk.{layer}.{stored}" for part, stored in _STORED_PARTS.items()}
-        return names
+    def _find_tensors(self) -> dict[str, TensorInfo]:
+        self._check_experts()
+        places = {name: gguf_place(name) for name in (*tensor_shapes(self.config), ROPE_FACTORS)}
+        return {name: self._part(place) for name, place in places.items() if place.name in self._file.tensors}
+
+    def _part(self, place: GgufPlace) -> TensorInfo:
+        info = self._file.tensors[place.name]
+        if place.expert is None:
+            return info
+        assert self.config.experts is not None
+        num_experts = self.config.experts.num_experts
+        if len(info.shape) != 3 or info.shape[0] != num_experts:
+            raise ModelFileError(
+                f"{self.path}: tensor {info.name} has shape {list(info.shape)}; the first of three sizes must be that of the "
+                f"experts, {num_experts}."
+            )
+        return info.part(place.expert)
+
+    def _check_experts(self) -> None:
+        """Raises for a number of experts that no stack has, before something is made for each of them."""
+        experts = self.config.experts
+        sizes = {info.shape[0] for name, info in self._file.tensors.items() if is_stack(name)}
+        if experts is not None and experts.num_experts not in sizes:
+            raise ModelFileError(
+                f"{self.path} states {experts.num_experts} experts, and its tensors hold those of {sorted(sizes) or 'none'}."
+            )
 
     def _in_halves(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         head_dim = self.config.head_dim

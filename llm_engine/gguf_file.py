@@ -5,6 +5,7 @@ Knows the container, not the model inside. A tensor is checked against the file'
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator
@@ -40,6 +41,11 @@ class TensorInfo:
     offset: int
     num_bytes: int
 
+    def part(self, index: int) -> TensorInfo:
+        """One of the ``shape[0]`` tensors that are stored as this one."""
+        num_bytes = self.num_bytes // self.shape[0]
+        return dataclasses.replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
+
 
 class GgufFile:
     """An open GGUF file, memory-mapped. A context manager: leaving it releases the mapping, ``close`` may be repeated.
@@ -70,6 +76,11 @@ class GgufFile:
     def weight_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(info.num_bytes for info in self.tensors.values())
+
+    def token_ids(self, text: str) -> list[int]:
+        """The ids of the tokens that are written ``text``: at most one in a sound file. Reads the tokenizer's table anew."""
+        tokens = read_gguf_header(self._map, self.path, with_arrays=True).metadata.get("tokenizer.ggml.tokens")
+        return [index for index, token in enumerate(tokens) if token == text] if isinstance(tokens, list) else []
 
     def iter_rows(self, info: TensorInfo) -> Iterator[tuple[int, npt.NDArray[np.float32], int]]:
         """Decode a tensor piece by piece: (first row, float32 rows [num_rows, row_length], stored bytes of the piece).

@@ -1,17 +1,18 @@
-"""A Llama in a folder as Hugging Face lays it out: config.json, tokenizer.json, safetensors."""
+"""A model in a folder as Hugging Face lays it out: config.json, tokenizer.json, safetensors."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from llm_engine.checkpoint import StoredTensor, WeightPiece
-from llm_engine.hugging_face_config import read_hugging_face_config
+from llm_engine.decoder_tensors import HEAD, is_norm, tensor_shapes
+from llm_engine.hugging_face_config import read_family, read_hugging_face_config
+from llm_engine.hugging_face_tensors import hugging_face_name
 from llm_engine.hugging_face_tokens import read_folder_tokens
-from llm_engine.llama_tensors import HEAD
 from llm_engine.safetensors_folder import SafetensorsFolder
 
 _DERIVED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
@@ -27,24 +28,34 @@ class HuggingFaceCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         tokens = read_folder_tokens(path)
-        self.config = read_hugging_face_config(path, num_tokens=tokens.num_tokens)
-        self.eos_token_ids = tokens.eos_token_ids
+        self._norm_offset = read_family(path).norm_offset
         self._files = SafetensorsFolder(path)
+        self.config = read_hugging_face_config(path, tokens=tokens, num_tensors=len(self._files.tensors))
+        self.eos_token_ids = tokens.eos_token_ids
+        stored = self._files.tensors
+        names = {self.stored_name(name): name for name in tensor_shapes(self.config)}
         self._tensors = {
-            name: StoredTensor(name=name, shape=entry.shape, num_bytes=entry.num_bytes)
-            for name, entry in self._files.tensors.items()
-            if not self._is_redundant(name)
+            name: StoredTensor(name=stored_name, shape=stored[stored_name].shape, num_bytes=stored[stored_name].num_bytes)
+            for stored_name, name in names.items()
+            if stored_name in stored
         }
+        self._stray_names = [name for name in stored if name not in names and not self._is_redundant(name)]
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         return self._tensors
 
+    @property
+    def stray_names(self) -> Sequence[str]:
+        return self._stray_names
+
     def stored_name(self, name: str) -> str:
-        return name
+        return hugging_face_name(name, has_out_norms=self.config.has_out_norms)
 
     def iter_pieces(self, name: str) -> Iterator[WeightPiece]:
-        for first, values, num_bytes in self._files.iter_rows(name):
+        offset = self._norm_offset if is_norm(name) else 0.0
+        for first, stored, num_bytes in self._files.iter_rows(self.stored_name(name)):
+            values = stored + offset if offset else stored
             yield WeightPiece(rows=np.arange(first, first + len(values)), values=values, num_bytes=num_bytes)
 
     def model_print(self) -> str:
@@ -64,6 +75,6 @@ class HuggingFaceCheckpoint:
     def close(self) -> None:
         self._files.close()
 
-    def _is_redundant(self, name: str) -> bool:
-        is_copy_of_embedding = name == HEAD and self.config.is_tied
-        return is_copy_of_embedding or name.endswith(_DERIVED_SUFFIX)
+    def _is_redundant(self, stored_name: str) -> bool:
+        is_copy_of_embedding = stored_name == self.stored_name(HEAD) and self.config.is_tied
+        return is_copy_of_embedding or stored_name.endswith(_DERIVED_SUFFIX)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llm_engine.llama_tensors import tensor_shapes
+from llm_engine.decoder_tensors import is_norm, tensor_shapes
 from llm_engine.model_config import ModelConfig
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType, KVPageLayout
@@ -101,8 +101,11 @@ def check_step_budget(max_num_batched_tokens: int, *, max_model_len: int, num_ca
 
 
 def weight_bytes(config: ModelConfig, dtype: KVDType) -> int:
-    """The weights in memory, as ``dtype``."""
-    return sum(math.prod(shape) for shape in tensor_shapes(config).values()) * _ITEM_BYTES[dtype]
+    """The weights in memory, as ``dtype``, but for norms, which are float32."""
+    return sum(
+        math.prod(shape) * (_FLOAT32_BYTES if is_norm(name) else _ITEM_BYTES[dtype])
+        for name, shape in tensor_shapes(config).items()
+    )
 
 
 def workspace_bytes(config: ModelConfig, dtype: KVDType, step: StepSize) -> int:
@@ -115,16 +118,25 @@ def workspace_bytes(config: ModelConfig, dtype: KVDType, step: StepSize) -> int:
     # Query, key and value with their rotation in float32; then gate, up, their product and its factors. What the first took
     # may not have been given back when the second begins.
     attention = item_bytes * (query + 2 * key_value + query) + 3 * _FLOAT32_BYTES * (query + key_value)
-    feed_forward = item_bytes * 4 * config.feed_forward_size
+    feed_forward_size = _largest_feed_forward_size(config)
+    feed_forward = item_bytes * 4 * feed_forward_size
     residual = (2 * item_bytes + 2 * _FLOAT32_BYTES) * config.hidden_size
     activations = step.num_tokens * (residual + attention + feed_forward)
-    packed = 2 * config.feed_forward_size * config.hidden_size * item_bytes  # a kernel's own copy of the largest layer matrix
+    packed = 2 * feed_forward_size * config.hidden_size * item_bytes  # a kernel's own copy of the largest layer matrix
     gathered = step.num_keys * 2 * key_value * item_bytes
     heads_per_kv_head = config.num_heads // config.num_kv_heads
     num_masked = min(step.num_tokens * step.max_row_keys, step.max_row_tokens * step.num_keys)
-    masks = num_masked * heads_per_kv_head * (item_bytes + 1)  # beside the mask itself, one byte that says which keys are later
+    # Beside the mask itself, two bytes that say which keys are later or before the window. Each window has masks of its own.
+    num_windows = len({layer.sliding_window for layer in config.layers})
+    masks = num_masked * heads_per_kv_head * (num_windows * item_bytes + 2)
     logits = step.num_rows * config.num_tokens * (_FLOAT32_BYTES + item_bytes)
     return activations + packed + gathered + masks + logits
+
+
+def _largest_feed_forward_size(config: ModelConfig) -> int:
+    """Of one network: a step may send all of its tokens to the same expert, and experts take turns."""
+    sizes = {config.feed_forward_size for layer in config.layers if not layer.has_experts}
+    return max(sizes | ({config.experts.feed_forward_size} if config.experts is not None else set()))
 
 
 def _padded(num_keys: int) -> int:

@@ -24,7 +24,10 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
         assert cache.tensor.dtype == loaded.model.dtype, "weights and cache have one type"
         self._model = loaded.model
-        self._attention = TorchAttention(cache)
+        config = loaded.config
+        self._attention = TorchAttention(
+            cache, scale=config.attention_scale, sliding_windows=[layer.sliding_window for layer in config.layers]
+        )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

@@ -13,7 +13,7 @@ from llm_engine.model_config import ModelConfig
 def open_checkpoint(path: Path) -> Checkpoint:
     """The model in a GGUF file or in a Hugging Face folder, checked as far as headers go. Whoever opens it closes it.
 
-    Raises ModelFileError for anything that is not a whole, supported Llama-family model.
+    Raises ModelFileError for anything that is not a whole, supported model.
     """
     checkpoint: Checkpoint = HuggingFaceCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
     try:

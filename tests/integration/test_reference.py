@@ -59,6 +59,8 @@ def one_thread() -> Iterator[None]:
 
 def reference_model(path: Path) -> Any:
     config = read_model_config(path)
+    rope = config.layers[0].rope
+    assert rope is not None
     model: Any = LlamaForCausalLM(
         LlamaConfig.from_dict(
             {
@@ -71,7 +73,7 @@ def reference_model(path: Path) -> Any:
                 "head_dim": config.head_dim,
                 "max_position_embeddings": config.max_model_len,
                 "rms_norm_eps": config.rms_norm_eps,
-                "rope_theta": config.rope_theta,
+                "rope_theta": rope.theta,
                 "tie_word_embeddings": config.is_tied,
                 "bos_token_id": None,
                 "eos_token_id": None,  # generates on, as ours does when driven by hand

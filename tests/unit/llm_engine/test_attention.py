@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -15,21 +14,32 @@ from llm_engine.kv_cache import KVCache
 from serving_core.ids import PageId
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 
-NUM_LAYERS, HEAD_DIM, PAGE_SIZE, LAYER = 3, 64, 16, 1
+NUM_LAYERS, HEAD_DIM, PAGE_SIZE, LAYER, SCALE = 3, 64, 16, 1, 0.15
 HEADS = [(9, 3), (8, 2), (4, 4), (3, 1)]
 
 
 class Sequences:
     """Random queries, keys and values of some sequences, whose pages are scattered over one cache."""
 
-    def __init__(self, lengths: Sequence[int], *, num_heads: int, num_kv_heads: int, dtype: KVDType) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        dtype: KVDType,
+        sliding_window: int | None = None,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
         layout = KVPageLayout(
-            num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, page_size=PAGE_SIZE, dtype=dtype
+            num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, page_size=page_size, dtype=dtype
         )
         num_pages = sum(layout.num_pages_for(length) for length in lengths)
         self.cache = KVCache(layout, num_pages)
         self.cache.tensor.fill_(float("nan"))  # what a page's last user left must never be seen
-        self.attention = TorchAttention(self.cache)
+        self.sliding_window = sliding_window
+        windows = [None, sliding_window, 1]
+        self.attention = TorchAttention(self.cache, scale=SCALE, sliding_windows=windows)
 
         generator = torch.Generator().manual_seed(num_heads * 100 + sum(lengths))
         shuffled = iter(torch.randperm(num_pages, generator=generator).tolist())
@@ -72,9 +82,10 @@ class Sequences:
         output = torch.empty_like(query)
         for token in range(len(query)):
             for head in range(query.shape[1]):
-                keys = key[: token + 1, head // heads_per_kv]
-                weights = torch.softmax(keys @ query[token, head] / math.sqrt(HEAD_DIM), dim=0)
-                output[token, head] = weights @ value[: token + 1, head // heads_per_kv]
+                first = 0 if self.sliding_window is None else max(0, token + 1 - self.sliding_window)
+                keys = key[first : token + 1, head // heads_per_kv]
+                weights = torch.softmax(keys @ query[token, head] * SCALE, dim=0)
+                output[token, head] = weights @ value[first : token + 1, head // heads_per_kv]
         return output.flatten(1)
 
 
@@ -86,6 +97,33 @@ def test_it_computes_attention(num_heads: int, num_kv_heads: int, dtype: KVDType
     tolerance = 1e-5 if dtype is KVDType.FLOAT32 else 2e-2
     for index, output in enumerate(outputs):
         assert torch.allclose(output.double(), sequences.by_definition(index), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", list(KVDType))
+@pytest.mark.parametrize(("sliding_window", "page_size"), [(1, 16), (7, 16), (16, 16), (550, 16), (100, 24), (4000, 16)])
+def test_it_computes_attention_in_a_window(sliding_window: int, page_size: int, dtype: KVDType) -> None:
+    sequences = Sequences(
+        [1, 40, 600], num_heads=4, num_kv_heads=2, dtype=dtype, sliding_window=sliding_window, page_size=page_size
+    )
+    tolerance = 1e-5 if dtype is KVDType.FLOAT32 else 2e-2
+    for index, output in enumerate(sequences.step((0, 0, 1), (1, 0, 40), (2, 0, 600))):
+        assert torch.allclose(output.double(), sequences.by_definition(index), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.BFLOAT16])
+@pytest.mark.parametrize(("sliding_window", "page_size"), [(1, 16), (7, 16), (512, 16), (600, 16), (100, 24)])
+def test_neither_chunks_nor_other_rows_change_a_bit_in_a_window(sliding_window: int, page_size: int, dtype: KVDType) -> None:
+    sequences = Sequences(
+        [1700, 1100, 30], num_heads=4, num_kv_heads=1, dtype=dtype, sliding_window=sliding_window, page_size=page_size
+    )
+    whole = [sequences.whole(index) for index in range(3)]
+    for edges in ([0, 511, 512, 513, 1023, 1025, 1600, 1699, 1700], [0, 256, 1111, 1699, 1700]):
+        chunks = [sequences.step((0, first, end))[0] for first, end in pairwise(edges)]
+        assert torch.equal(torch.cat(chunks), whole[0])
+    mixed = [(0, 1650, 1700), (1, 1099, 1100), (2, 0, 30)], [(2, 29, 30), (1, 1099, 1100), (0, 1699, 1700)]
+    for spans in mixed:
+        for (index, first, end), output in zip(spans, sequences.step(*spans), strict=True):
+            assert torch.equal(output, whole[index][first:end])
 
 
 @pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.BFLOAT16])

@@ -6,7 +6,9 @@ import pytest
 
 from llm_engine.gguf_config import read_eos_token_ids, read_gguf_config
 from llm_engine.gguf_file import GgufFile
-from llm_engine.rope_scaling import LinearScaling
+from llm_engine.layer_config import LayerConfig, Rope
+from llm_engine.model_config import Activation, ExpertsConfig
+from llm_engine.rope_scaling import LinearScaling, RopeScaling
 from serving_core.errors import ModelFileError
 from serving_core.gguf_header import MetadataValue
 from serving_core.kv_page_layout import KVDType, KVPageLayout
@@ -16,6 +18,20 @@ from tests.tiny_model import write_tiny_gguf
 @pytest.fixture
 def file(tmp_path: Path) -> GgufFile:
     return GgufFile(write_tiny_gguf(tmp_path / "tiny.gguf"))
+
+
+def scaling_of(file: GgufFile) -> RopeScaling | None:
+    (rope,) = {layer.rope for layer in read_gguf_config(file).layers}
+    assert rope is not None
+    return rope.scaling
+
+
+def renamed(file: GgufFile, architecture: str, **values: MetadataValue) -> GgufFile:
+    """The file with its metadata under another architecture's keys, and ``values`` added, whose dots are written as ``__``."""
+    metadata = {key.replace("llama.", f"{architecture}."): value for key, value in file.metadata.items()}
+    file.metadata = metadata | {f"{architecture}.{key.replace('__', '.')}": value for key, value in values.items()}
+    file.metadata["general.architecture"] = architecture
+    return file
 
 
 def test_the_page_layout_follows_from_the_config(file: GgufFile) -> None:
@@ -28,6 +44,9 @@ def test_the_page_layout_follows_from_the_config(file: GgufFile) -> None:
     ("key", "value", "message"),
     [
         ("llama.expert_count", 8, "has 8 for llama.expert_count, which must be 0"),
+        ("llama.attention.sliding_window", 64, "has 64 for llama.attention.sliding_window, which must be 0"),
+        ("llama.attention.scale", 0.5, "has 0.5 for llama.attention.scale, which must be 0"),
+        ("llama.attn_logit_softcapping", 50.0, "has 50.0 for llama.attn_logit_softcapping, which must be 0"),
         ("llama.rope.scaling.type", "yarn", "has 'yarn' for llama.rope.scaling.type, which must be 'none' or 'linear'"),
         ("llama.rope.dimension_count", 8, "rope.dimension_count, which must be 16"),
         ("llama.attention.value_length", 32, "value_length, which must be 16"),
@@ -55,14 +74,14 @@ def test_values_with_a_known_default_may_be_missing(file: GgufFile) -> None:
     for key in ("llama.rope.freq_base", "llama.rope.dimension_count", "llama.attention.head_count_kv"):
         del file.metadata[key]
     config = read_gguf_config(file)
-    assert (config.rope_theta, config.num_kv_heads) == (10_000.0, 4)
+    assert (config.layers[0].rope, config.num_kv_heads) == (Rope(theta=10_000.0), 4)
 
 
 def test_linear_scaling_is_read(file: GgufFile) -> None:
     file.metadata["llama.rope.scaling.factor"] = 4.0
-    assert read_gguf_config(file).rope_scaling is None, "a factor without a type scales nothing"
+    assert scaling_of(file) is None, "a factor without a type scales nothing"
     file.metadata["llama.rope.scaling.type"] = "linear"
-    assert read_gguf_config(file).rope_scaling == LinearScaling(factor=4.0)
+    assert scaling_of(file) == LinearScaling(factor=4.0)
 
 
 def test_ends_of_turn_and_message_end_an_answer_too(file: GgufFile) -> None:
@@ -87,3 +106,57 @@ def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(ModelFileError, match="267 tokens but embeddings for 266"):
             read_gguf_config(file)
+
+
+def test_smollm3_has_layers_without_positions(file: GgufFile) -> None:
+    renamed(file, "smollm3", block_count=8)
+    assert [layer.rope is None for layer in read_gguf_config(file).layers] == [False, False, False, True] * 2
+
+
+def test_qwen_has_biases_or_norms(file: GgufFile) -> None:
+    config = read_gguf_config(renamed(file, "qwen2"))
+    assert (config.has_qkv_bias, config.has_attention_out_bias, config.has_query_key_norms) == (True, False, False)
+    file.metadata = {key.replace("qwen2.", "llama."): value for key, value in file.metadata.items()}
+    config = read_gguf_config(renamed(file, "qwen3"))
+    assert (config.has_qkv_bias, config.has_attention_out_bias, config.has_query_key_norms) == (False, False, True)
+
+
+def test_experts_are_read(file: GgufFile) -> None:
+    renamed(file, "qwen3moe", expert_count=8, expert_used_count=2, expert_feed_forward_length=96)
+    config = read_gguf_config(file)
+    assert config.experts == ExpertsConfig(num_experts=8, num_chosen=2, feed_forward_size=96, is_normalized=True)
+    assert all(layer.has_experts for layer in config.layers)
+    file.metadata["qwen3moe.expert_used_count"] = 9
+    with pytest.raises(ModelFileError, match=r"has 9 for qwen3moe\.expert_used_count, which must be at most 8"):
+        read_gguf_config(file)
+
+
+def test_gemma_has_layers_of_two_kinds(file: GgufFile) -> None:
+    renamed(file, "gemma3", block_count=7, attention__sliding_window=32, final_logit_softcapping=30.0)
+    file.metadata |= {"gemma3.rope.freq_base": 1e6, "gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    config = read_gguf_config(file)
+    near = LayerConfig(rope=Rope(theta=10_000.0), sliding_window=32)
+    far = LayerConfig(rope=Rope(theta=1e6, scaling=LinearScaling(factor=8.0)))
+    assert config.layers == (near, near, near, near, near, far, near)
+    assert (config.activation, config.embedding_scale, config.logit_soft_cap) == (Activation.GELU_TANH, 8.0, 30.0)
+    assert (config.attention_scale, config.has_out_norms, config.has_query_key_norms) == (0.25, True, True)
+    file.metadata["gemma3.attention.sliding_window_pattern"] = 5
+    with pytest.raises(ModelFileError, match=r"has 5 for gemma3\.attention\.sliding_window_pattern, which must be 6"):
+        read_gguf_config(file)
+
+
+def test_the_largest_gemma_scales_queries_as_its_width_says(tmp_path: Path) -> None:
+    with GgufFile(write_tiny_gguf(tmp_path / "deep.gguf", num_layers=8)) as file:
+        renamed(file, "gemma3", block_count=62, attention__sliding_window=32, attention__key_length=32)
+        file.metadata |= {"gemma3.attention.value_length": 32, "gemma3.rope.dimension_count": 32}
+        assert read_gguf_config(file).attention_scale == 0.25
+        file.metadata["gemma3.block_count"] = 48
+        assert read_gguf_config(file).attention_scale == pytest.approx(32**-0.5)
+
+
+def test_gemma_ends_an_answer_with_the_turn(tmp_path: Path) -> None:
+    with GgufFile(write_tiny_gguf(tmp_path / "tiny.gguf", tokens={9: "<end_of_turn>"})) as file:
+        assert read_eos_token_ids(file) == {2}
+        assert read_eos_token_ids(renamed(file, "gemma3")) == {2, 9}
+        file.metadata["tokenizer.ggml.eot_token_id"] = 7
+        assert read_eos_token_ids(file) == {2, 7}, "what the file says comes first"

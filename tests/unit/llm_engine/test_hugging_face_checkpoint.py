@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,14 @@ def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
         read_model_config(tmp_path / "tiny")
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_norm.weight", "model.layers.2.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.2.mlp.up_proj.weight",
+        pytest.param("final_norm.weight", id="the name that our own code gives to another"),
+    ],
+)
 def test_a_tensor_that_would_be_ignored_is_refused(name: str, tmp_path: Path) -> None:
     folder = write_tiny_folder(tmp_path / "tiny", extra_tensors={name: torch.zeros(16)})
     with pytest.raises(ModelFileError, match=f"holds the tensor {name}"):
@@ -142,6 +150,15 @@ def test_an_end_token_beyond_the_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_folder(tmp_path / "tiny", config={"eos_token_id": 300})
     with pytest.raises(ModelFileError, match="has 300 for eos_token_id, which must be below 267"):
         read_model_config(folder)
+
+
+def test_a_token_that_was_added_later_needs_no_embedding(tmp_path: Path) -> None:
+    # Gemma's tokenizer has one for pictures, which the models of text alone do not know.
+    folder = write_tiny_folder(tmp_path / "tiny")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    picture = {**tokenizer["added_tokens"][0], "id": 267, "content": "<picture>"}
+    change_json(folder / "tokenizer.json", added_tokens=[*tokenizer["added_tokens"], picture])
+    assert read_model_config(folder).num_tokens == 267
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from llm_engine.layer_config import LayerConfig, Rope
 from llm_engine.load_model import load_model
 from llm_engine.model_config import ModelConfig
 from llm_engine.open_checkpoint import read_model_config
@@ -21,7 +22,7 @@ PROMPT = [5, 90, 17, 200, 33, 8]
 def test_the_config_is_that_of_the_file(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", is_tied=False)
     expected = ModelConfig(
-        num_layers=2,
+        layers=(LayerConfig(rope=Rope(theta=10_000.0)),) * 2,
         hidden_size=64,
         num_heads=4,
         num_kv_heads=2,
@@ -30,8 +31,8 @@ def test_the_config_is_that_of_the_file(tmp_path: Path) -> None:
         vocab_size=267,
         num_tokens=267,
         max_model_len=512,
-        rope_theta=10_000.0,
         rms_norm_eps=float(np.float32(1e-5)),
+        attention_scale=0.25,
         is_tied=False,
     )
     assert read_model_config(path) == expected
@@ -84,8 +85,8 @@ def test_a_tensor_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", architecture="gemma3")
-    with pytest.raises(ModelFileError, match="architecture 'gemma3'; supported is 'llama'"):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", architecture="mamba")
+    with pytest.raises(ModelFileError, match="architecture 'mamba'; supported are 'llama', 'smollm3', 'qwen2'"):
         read_model_config(path)
 
 

@@ -161,6 +161,22 @@ def test_llama_3_takes_digits_by_threes(tmp_path: Path) -> None:
     ]
 
 
+def test_qwen_takes_digits_one_by_one_and_composes_letters(tmp_path: Path) -> None:
+    tokens = ["1", "2", "12", "Ã", "©", "Ã©"]
+    path = write_vocabulary(tmp_path / "q2.gguf", pre="qwen2", tokens=tokens, types=[1] * 6, merges=["1 2", "Ã ©"])
+    tokenizer = read_tokenizer(path)
+    assert tokenizer.encode("12", add_special_tokens=False) == (0, 1)
+    assert tokenizer.encode("e\u0301", add_special_tokens=False) == tokenizer.encode("é", add_special_tokens=False) == (5,)
+
+
+def test_smollm3_splits_as_llama_3_does(tmp_path: Path) -> None:
+    tokens = ["1", "2", "3", "4", "12", "123", "1234"]
+    path = write_vocabulary(
+        tmp_path / "s3.gguf", pre="smaug-bpe", tokens=tokens, types=[1] * 7, merges=["1 2", "12 3", "123 4"]
+    )
+    assert read_tokenizer(path).encode("1234", add_special_tokens=False) == (5, 3)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 3, 4, 7, 20, 200, 1000])
 def test_a_truncated_file_is_named(tmp_path: Path, num_bytes: int) -> None:
     whole = write_tiny_gguf(tmp_path / "whole.gguf").read_bytes()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from llm_engine.layer_config import LayerConfig, Rope
 from llm_engine.model_config import ModelConfig
 from serving_core.engine_config import EngineConfig
 from serving_core.errors import ConfigError
@@ -16,7 +17,7 @@ from twinpool.worker_spec import WorkerSpec
 
 MIB = 2**20
 MODEL = ModelConfig(
-    num_layers=4,
+    layers=(LayerConfig(rope=Rope(theta=10_000.0)),) * 4,
     hidden_size=512,
     num_heads=8,
     num_kv_heads=4,
@@ -25,8 +26,8 @@ MODEL = ModelConfig(
     vocab_size=10_000,
     num_tokens=10_000,
     max_model_len=4096,
-    rope_theta=10_000.0,
     rms_norm_eps=1e-5,
+    attention_scale=0.125,
     is_tied=True,
 )
 PAGE_BYTES = 4 * 2 * 16 * 4 * 64 * 2  # layers, key and value, tokens, heads, their size, bytes of one number
@@ -64,7 +65,8 @@ def needed_bytes(specs: list[WorkerSpec]) -> int:
 
 def test_weights_workspace_and_cache_stand_apart() -> None:
     memory = worker_memory(PAIR[0], MODEL)
-    assert memory.weight_bytes == 2 * (10_000 * 512 + 512 + 4 * (2 * 512 + 2 * 512 * 512 + 2 * 256 * 512 + 3 * 512 * 1024))
+    matrices, norms = 10_000 * 512 + 4 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 512 * 1024), 512 + 4 * 2 * 512
+    assert memory.weight_bytes == 2 * matrices + 4 * norms
     assert memory.kv_cache_bytes == 512 * MIB
     assert memory.min_kv_cache_bytes == 256 * PAGE_BYTES
     larger_cache = worker_memory(spec_of(PhaseName.PREFILL, kv_cache_memory_bytes=600 * MIB), MODEL)

@@ -1,0 +1,79 @@
+"""Ours = the reference with the packaged Gemma model, in float32, on real text. transformers reads the same file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from router.tokenizer import read_tokenizer
+from serving_core.errors import ConfigError
+from serving_core.kv_page_layout import KVDType
+from tests.integration.test_reference import QUESTIONS, one_thread, our_tokens, reference_tokens
+from tests.unit.llm_engine.tiny_engine import TinyEngine
+from twinpool.model_source import find_model
+
+SLIDING_WINDOW = 512
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    try:
+        return find_model("gemma-3-270m").path
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def real_prompts(path: Path, num_questions: int) -> list[list[int]]:
+    """Questions, and a text of many that is longer than the sliding window, each after the token that begins a text."""
+    questions = [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()]
+    tokenizer = read_tokenizer(path)
+    texts = [*(f"Question: {question}\nAnswer:" for question in questions[:num_questions]), "\n\n".join(questions[:16])]
+    return [list(tokenizer.encode(text, add_special_tokens=True)) for text in texts]
+
+
+def reference(path: Path) -> Any:
+    # Not from_pretrained, which wants a package that the rest does not need.
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.from_pretrained(path.parent, gguf_file=path.name), dtype=torch.float32)
+    load: Any = load_gguf_checkpoint
+    tensors = load(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # which is the embedding
+    model.generation_config.eos_token_id = None  # generates on, as ours does when driven by hand
+    return model.eval()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("num_questions", "num_tokens"),
+    [pytest.param(3, 24, id="3x24"), pytest.param(49, 64, id="49x64", marks=pytest.mark.slow)],
+)
+def test_tokens_equal_those_of_transformers(num_questions: int, num_tokens: int, path: Path) -> None:
+    with one_thread(), torch.inference_mode():
+        prompts = real_prompts(path, num_questions)
+        assert len(prompts[-1]) > SLIDING_WINDOW + num_tokens
+        ours = our_tokens(TinyEngine(path, KVDType.FLOAT32, num_pages=1024), prompts, num_tokens)
+        model = reference(path)
+        for index, (prompt, own) in enumerate(zip(prompts, ours, strict=True)):
+            assert own == reference_tokens(model, prompt, num_tokens), f"prompt {index}"
+
+
+def test_chunks_and_neighbours_change_no_bit(path: Path) -> None:
+    with one_thread():
+        engine = TinyEngine(path, KVDType.BFLOAT16)
+        prompt = real_prompts(path, 0)[0][: SLIDING_WINDOW + 90]
+        whole = engine.prefill(prompt, chunk=len(prompt), max_tokens=640)
+        other = engine.prefill(prompt, chunk=101, max_tokens=640)
+        stranger = engine.new_sequence(64)
+        for index in range(3):
+            token = [whole.results[-1].token_id]
+            engine.step((whole, token))
+            engine.step((stranger, prompt[index * 16 : index * 16 + 16]), (other, token))
+        assert other.results[-4:] == whole.results[-4:]
+        assert torch.equal(engine.stored(other), engine.stored(whole))
