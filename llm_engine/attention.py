@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_engine.kv_cache import KVCache
+from llm_engine.rotation import Rotation
 from serving_core.ids import PageId
 
 ROW_MULTIPLE = 4
@@ -36,12 +37,12 @@ class AttentionRow:
 class AttentionStep(Protocol):
     """One step's rows, prepared once and used in every layer."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store keys and values of the step's tokens, then attend causally to each token's whole sequence, or in a layer with a
-        sliding window to its last tokens.
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None) -> Tensor:
+        """Rotate queries and keys, store keys and values of the step's tokens, then attend causally to each token's whole
+        sequence, or in a layer with a sliding window to its last tokens.
 
-        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], rotary embedding applied;
-        the tokens of all rows one after another, then any number of padding tokens, which are not stored.
+        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], of which a token's heads
+        lie side by side; the tokens of all rows one after another, then any number of padding tokens, which are not stored.
         Returns [num_tokens, num_heads * head_dim], zeros for padding.
         """
 
@@ -55,6 +56,16 @@ class AttentionBackend(Protocol):
 
     def begin_step(self, rows: Sequence[AttentionRow]) -> AttentionStep:
         """Prepare a step. Clears every page in which a row writes the first slot."""
+
+
+def clear_entered_pages(cache: KVCache, rows: Sequence[AttentionRow]) -> None:
+    """Clear every page in which a row writes the first slot: it may hold anything from its last user, even NaN, which no mask
+    removes."""
+    page_size = cache.layout.page_size
+    for row in rows:
+        first_entered = -(-row.start_position // page_size)
+        for page_id in row.page_ids[first_entered : -(-row.num_keys // page_size)]:
+            cache.tensor[page_id].zero_()
 
 
 class TorchAttention:
@@ -75,12 +86,7 @@ class TorchAttention:
         self._sliding_windows = tuple(sliding_windows)
 
     def begin_step(self, rows: Sequence[AttentionRow]) -> _TorchStep:
-        # A page may hold anything from its last user, even NaN, which no mask removes: clear it when a sequence enters it.
-        page_size = self._cache.layout.page_size
-        for row in rows:
-            first_entered = -(-row.start_position // page_size)
-            for page_id in row.page_ids[first_entered : -(-row.num_keys // page_size)]:
-                self._cache.tensor[page_id].zero_()
+        clear_entered_pages(self._cache, rows)
         return _TorchStep(self._cache, rows, self._scale, self._sliding_windows)
 
 
@@ -109,7 +115,9 @@ class _TorchStep:
             for window in set(sliding_windows)
         }
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None) -> Tensor:
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
         num_tokens = len(self._key_slots)
         page_size = self._layout.page_size
         key_slots = self._key_slots + layer * 2 * page_size

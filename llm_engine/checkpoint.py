@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from llm_engine.decoder_tensors import ROPE_FACTORS, tensor_shapes
 from llm_engine.model_config import ModelConfig
+from llm_engine.weight_blocks import WeightBlocks
+from llm_engine.weight_form import WeightForm
 from serving_core.errors import ModelFileError
 
 PIECE_ELEMENTS = 4 * 1024 * 1024
@@ -26,11 +28,25 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor as the checkpoint lists it: under its own name there, with the fastest dimension last."""
+    """A tensor as the checkpoint lists it: under its own name there, with the fastest dimension last.
+
+    ``form`` is the narrowest that says what the stored type says, ``exact_form`` the narrowest that holds each weight as it is:
+    wider where the type's blocks are not ours. In BFLOAT16 a weight is rounded, as it is wherever ``--dtype`` is bfloat16.
+    """
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int
+    form: WeightForm = WeightForm.BFLOAT16
+    exact_form: WeightForm = WeightForm.BFLOAT16
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StoredModel:
+    """What the headers say: the model's sizes, and its tensors by the names of ``decoder_tensors``."""
+
+    config: ModelConfig
+    tensors: Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +59,15 @@ class WeightPiece:
 
     rows: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPiece:
+    """Some rows of one tensor as quantised blocks; the rest as in ``WeightPiece``."""
+
+    rows: npt.NDArray[np.int64]
+    blocks: WeightBlocks
     num_bytes: int
 
 
@@ -66,6 +91,9 @@ class Checkpoint(Protocol):
 
     def iter_pieces(self, name: str) -> Iterator[WeightPiece]:
         """Decode the tensor ``name`` piece by piece; together the pieces are the whole of it."""
+
+    def iter_blocks(self, name: str, form: WeightForm) -> Iterator[BlockPiece]:
+        """The same as blocks of ``form``, INT4 or INT8: those that are stored where the form holds them, else the nearest."""
 
     def model_print(self) -> str:
         """A hexadecimal digest that tells models apart. It does not prove that every weight is intact."""

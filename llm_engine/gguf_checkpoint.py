@@ -7,13 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from gguf.constants import GGMLQuantizationType
 
-from llm_engine.checkpoint import StoredTensor, WeightPiece
+from llm_engine.checkpoint import BlockPiece, StoredTensor, WeightPiece
 from llm_engine.decoder_tensors import ROPE_FACTORS, tensor_shapes
+from llm_engine.gguf_blocks import exact_form, take_apart
 from llm_engine.gguf_config import read_architecture, read_eos_token_ids, read_gguf_config
-from llm_engine.gguf_file import GgufFile, TensorInfo
+from llm_engine.gguf_file import GgufFile, TensorInfo, unpack
 from llm_engine.gguf_tensors import GgufPlace, gguf_place, is_stack
+from llm_engine.weight_blocks import quantize
+from llm_engine.weight_form import WeightForm
 from serving_core.errors import ModelFileError
+
+_NEAR_FORMS = {GGMLQuantizationType.Q6_K: WeightForm.INT8}
+"""Forms of types whose blocks no form of ours holds: their weights are quantised anew."""
 
 _ROTATED = (".query.weight", ".key.weight")
 
@@ -33,7 +40,14 @@ class GgufCheckpoint:
             self.close()
             raise
         self._tensors = {
-            name: StoredTensor(name=info.name, shape=info.shape, num_bytes=info.num_bytes) for name, info in self._infos.items()
+            name: StoredTensor(
+                name=info.name,
+                shape=info.shape,
+                num_bytes=info.num_bytes,
+                form=_NEAR_FORMS.get(info.type) or exact_form(info.type) or WeightForm.BFLOAT16,
+                exact_form=exact_form(info.type) or WeightForm.BFLOAT16,
+            )
+            for name, info in self._infos.items()
         }
         known = {info.name for info in self._infos.values()}
         self._stray_names = [name for name in self._file.tensors if name not in known]
@@ -50,10 +64,18 @@ class GgufCheckpoint:
         return gguf_place(name).name
 
     def iter_pieces(self, name: str) -> Iterator[WeightPiece]:
-        is_interleaved = self._is_interleaved and name.endswith(_ROTATED)
         for first, values, num_bytes in self._file.iter_rows(self._infos[name]):
-            rows = np.arange(first, first + len(values))
-            yield WeightPiece(rows=self._in_halves(rows) if is_interleaved else rows, values=values, num_bytes=num_bytes)
+            yield WeightPiece(rows=self._rows(name, first, len(values)), values=values, num_bytes=num_bytes)
+
+    def iter_blocks(self, name: str, form: WeightForm) -> Iterator[BlockPiece]:
+        info = self._infos[name]
+        stored_form = exact_form(info.type)
+        for first, stored in self._file.iter_stored(info):
+            if stored_form is not None and form.holds(stored_form):
+                blocks = take_apart(stored, info.type).widened(form)
+            else:
+                blocks = quantize(unpack(stored, info.type), form)
+            yield BlockPiece(rows=self._rows(name, first, len(stored)), blocks=blocks, num_bytes=stored.nbytes)
 
     def model_print(self) -> str:
         return self._file.model_print()
@@ -87,6 +109,10 @@ class GgufCheckpoint:
             raise ModelFileError(
                 f"{self.path} states {experts.num_experts} experts, and its tensors hold those of {sorted(sizes) or 'none'}."
             )
+
+    def _rows(self, name: str, first: int, num_rows: int) -> npt.NDArray[np.int64]:
+        rows = np.arange(first, first + num_rows)
+        return self._in_halves(rows) if self._is_interleaved and name.endswith(_ROTATED) else rows
 
     def _in_halves(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         head_dim = self.config.head_dim

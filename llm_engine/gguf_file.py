@@ -83,7 +83,12 @@ class GgufFile:
         return [index for index, token in enumerate(tokens) if token == text] if isinstance(tokens, list) else []
 
     def iter_rows(self, info: TensorInfo) -> Iterator[tuple[int, npt.NDArray[np.float32], int]]:
-        """Decode a tensor piece by piece: (first row, float32 rows [num_rows, row_length], stored bytes of the piece).
+        """Decode a tensor piece by piece: (first row, float32 rows [num_rows, row_length], stored bytes of the piece)."""
+        for first, stored in self.iter_stored(info):
+            yield first, unpack(stored, info.type), stored.nbytes
+
+    def iter_stored(self, info: TensorInfo) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+        """A tensor as it is stored, piece by piece: (first row, [num_rows, bytes of a row]).
 
         Rows are those of the tensor flattened to two dimensions; a vector is one row.
         """
@@ -94,9 +99,7 @@ class GgufFile:
         for first in range(0, num_rows, rows_per_piece):
             last = min(first + rows_per_piece, num_rows)
             stored = np.frombuffer(self._map[info.offset + first * row_bytes : info.offset + last * row_bytes], np.uint8)
-            rows = dequantize(stored.reshape(last - first, row_bytes), info.type).astype(np.float32, copy=False)
-            # A float32 tensor comes back as a read-only view, which torch does not accept.
-            yield first, rows if rows.flags.writeable else rows.copy(), stored.nbytes
+            yield first, stored.reshape(last - first, row_bytes)
 
     def model_print(self) -> str:
         """SHA-256, in hexadecimal, over the whole header (metadata, tokenizer and tensor table included), the file's size, and
@@ -149,3 +152,10 @@ class GgufFile:
                 f"{self.path} is truncated: tensor {name} ends at byte {offset + num_bytes} and the file has {len(self._map)}."
             )
         return TensorInfo(name=name, shape=shape, type=tensor_type, offset=offset, num_bytes=num_bytes)
+
+
+def unpack(stored: npt.NDArray[np.uint8], stored_type: GGMLQuantizationType) -> npt.NDArray[np.float32]:
+    """The weights of rows as stored, [num_rows, row_length]."""
+    rows = dequantize(stored, stored_type).astype(np.float32, copy=False)
+    # A float32 tensor comes back as a read-only view, which torch does not accept.
+    return rows if rows.flags.writeable else rows.copy()

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_engine.checkpoint import StoredTensor, WeightPiece
+from llm_engine.checkpoint import BlockPiece, StoredTensor, WeightPiece
 from llm_engine.decoder_tensors import HEAD, is_norm, tensor_shapes
 from llm_engine.hugging_face_config import read_family, read_hugging_face_config
 from llm_engine.hugging_face_tensors import hugging_face_name
 from llm_engine.hugging_face_tokens import read_folder_tokens
 from llm_engine.safetensors_folder import SafetensorsFolder
+from llm_engine.weight_blocks import quantize
+from llm_engine.weight_form import WeightForm
 
 _DERIVED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
 """Old checkpoints hold the rotary frequencies beside the weights they follow from."""
@@ -57,6 +59,10 @@ class HuggingFaceCheckpoint:
         for first, stored, num_bytes in self._files.iter_rows(self.stored_name(name)):
             values = stored + offset if offset else stored
             yield WeightPiece(rows=np.arange(first, first + len(values)), values=values, num_bytes=num_bytes)
+
+    def iter_blocks(self, name: str, form: WeightForm) -> Iterator[BlockPiece]:
+        for piece in self.iter_pieces(name):
+            yield BlockPiece(rows=piece.rows, blocks=quantize(piece.values, form), num_bytes=piece.num_bytes)
 
     def model_print(self) -> str:
         """SHA-256 over the configuration and the tokenizer, the tensor table, and the first and last bytes of every tensor. How

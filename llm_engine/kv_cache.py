@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
+
 import torch
 
 from serving_core.ids import PageId
@@ -25,10 +28,9 @@ class KVCache:
     def __init__(self, layout: KVPageLayout, num_pages: int) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        self.tensor = torch.zeros(
-            (num_pages, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim),
-            dtype=TORCH_DTYPES[layout.dtype],
-        )
+        shape = (num_pages, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim)
+        self.tensor = torch.frombuffer(_memory(num_pages * layout.page_bytes), dtype=TORCH_DTYPES[layout.dtype]).view(shape)
+        self.tensor.zero_()
         self._bytes = self.tensor.view(-1).view(torch.uint8).numpy().data  # [num_pages * page_bytes]
 
     def page_memory(self, page_id: PageId) -> memoryview:
@@ -45,3 +47,12 @@ class KVCache:
         assert 0 <= page_id < self.num_pages
         start = page_id * self.layout.page_bytes
         return self._bytes[start : start + self.layout.page_bytes]
+
+
+def _memory(num_bytes: int) -> mmap.mmap:
+    """In huge pages where the system has them: a long sequence's pages lie all over the cache, and finding the memory of each
+    takes as long as reading it otherwise."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

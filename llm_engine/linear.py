@@ -1,11 +1,23 @@
-"""A product with a weight matrix. Every such product of the model goes through here."""
+"""A product with a weight matrix. Every such product of the model goes through here, whatever form the matrix has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from llm_engine.native.library import NativeLibrary
+    from llm_engine.native.packed_weight import PackedWeight
+
+
+class Projection(Protocol):
+    """A matrix [num_out, num_in] to multiply with, and what is added to the product."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_rows, num_in] → [num_rows, num_out], of the same type."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,5 +28,17 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [num_rows, num_in] → [num_rows, num_out]."""
         return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """``weight`` as the native kernels read it, ``bias`` [num_out], float32, or None. Each row's result depends on that row
+    alone, however many there are."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+    library: NativeLibrary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.library.linear(x, self.weight, self.bias)

@@ -1,11 +1,9 @@
-"""What a worker needs of memory: weights, KV pages, and the workspace of a step, each for itself. Pure arithmetic."""
+"""What a worker needs of memory beside its weights: KV pages, and the workspace of a step. Pure arithmetic."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from llm_engine.decoder_tensors import is_norm, tensor_shapes
 from llm_engine.model_config import ModelConfig
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType, KVPageLayout
@@ -98,14 +96,6 @@ def check_step_budget(max_num_batched_tokens: int, *, max_model_len: int, num_ca
             f"--max-num-batched-tokens is {max_num_batched_tokens}, but a cache of --kv-cache-memory-bytes holds "
             f"{num_cache_tokens} tokens in all; give at most {num_cache_tokens}, or a larger cache."
         )
-
-
-def weight_bytes(config: ModelConfig, dtype: KVDType) -> int:
-    """The weights in memory, as ``dtype``, but for norms, which are float32."""
-    return sum(
-        math.prod(shape) * (_FLOAT32_BYTES if is_norm(name) else _ITEM_BYTES[dtype])
-        for name, shape in tensor_shapes(config).items()
-    )
 
 
 def workspace_bytes(config: ModelConfig, dtype: KVDType, step: StepSize) -> int:

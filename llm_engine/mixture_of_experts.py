@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from llm_engine.attention import ROW_MULTIPLE
 from llm_engine.feed_forward import FeedForward
-from llm_engine.linear import Linear
+from llm_engine.linear import Projection
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -21,7 +21,7 @@ class MixtureOfExperts:
     a token's experts yield is added in the experts' order.
     """
 
-    router: Linear  # [num_experts, hidden_size]
+    router: Projection  # [num_experts, hidden_size]
     experts: tuple[FeedForward, ...]
     num_chosen: int
     is_normalized: bool

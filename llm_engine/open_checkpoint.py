@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llm_engine.checkpoint import Checkpoint, check_tensors
+from llm_engine.checkpoint import Checkpoint, StoredModel, check_tensors
 from llm_engine.gguf_checkpoint import GgufCheckpoint
 from llm_engine.hugging_face_checkpoint import HuggingFaceCheckpoint
 from llm_engine.model_config import ModelConfig
@@ -24,8 +24,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def read_model_config(path: Path) -> ModelConfig:
-    """The model's sizes, once all its headers have been checked. Raises ModelFileError."""
+def read_stored_model(path: Path) -> StoredModel:
+    """Sizes and tensors, once all headers have been checked. Raises ModelFileError."""
     checkpoint = open_checkpoint(path)
     checkpoint.close()
-    return checkpoint.config
+    return StoredModel(config=checkpoint.config, tensors=checkpoint.tensors)
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """The model's sizes alone."""
+    return read_stored_model(path).config

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from llm_engine.native.library import NativeLibrary
+
+
+class Norm(Protocol):
+    """A norm of the last dimension, whose result has the type of ``x``."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_rows, size] or, head by head, [num_tokens, num_heads, size] → the same shape."""
+
+    def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of both, or ``x`` alone, and the norm of that. All [num_rows, size]. The sum may lie where ``x`` lay."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,6 +30,25 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm the last dimension, [..., size], in float32; the result has the type of ``x``."""
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+
+    def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        if delta is not None:
+            x = x + delta
+        return x, self(x)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeRmsNorm:
+    """The same for bfloat16 on the native kernels; ``of_sum`` adds to ``x`` in place."""
+
+    weight: Tensor
+    eps: float
+    library: NativeLibrary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.library.rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        return x, self.library.add_rms_norm(x, delta, self.weight, self.eps)

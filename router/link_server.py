@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
     """The ``RouterLink`` service of one router.
 
-    Workers must hold ``model_name``, and ``model_print``; without one given, that of the first worker to register.
+    Workers must hold ``model_name``, and ``model_print``; without one given, that of the first worker to register. All workers
+    of a phase must compute it as the first of them does.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
         self._router_id = router_id
         self._model_name = model_name
         self._model_print = model_print
+        self._arithmetic: dict[PhaseName, str] = {}
         self._renewal_interval_s = lease_s / 3
         self._hello_timeout_s = hello_timeout_s
 
@@ -78,9 +80,11 @@ class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
             raise Refused(RefusalCode.MALFORMED, f"The first message is {first.WhichOneof('message')} but must be a hello.")
         hello = hello_from_pb(first.hello)
         self._check_model(hello)
+        self._check_arithmetic(hello)
         self._check_layout(hello)
         worker = self._directory.register(hello)
         self._model_print = hello.model_print
+        self._arithmetic |= {phase: hello.arithmetic(phase) for phase in hello.phases}
         return worker
 
     async def _read(self, worker: RegisteredWorker, messages: AsyncIterator[router_link_pb2.WorkerMessage]) -> None:
@@ -114,6 +118,18 @@ class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
                 RefusalCode.MODEL_MISMATCH,
                 f"Worker {hello.worker_id} has model print {hello.model_print} but this router serves {self._model_print}.",
             )
+
+    def _check_arithmetic(self, hello: WorkerHello) -> None:
+        """A sequence that goes on elsewhere is computed anew: with other kernels, or weights in another form, its keys, values
+        and tokens would be others."""
+        for phase in hello.phases:
+            expected = self._arithmetic.get(phase, hello.arithmetic(phase))
+            if hello.arithmetic(phase) != expected:
+                raise Refused(
+                    RefusalCode.MODEL_MISMATCH,
+                    f"Worker {hello.worker_id} computes {phase.value} with {hello.arithmetic(phase)!r} but the others of this "
+                    f"router with {expected!r}: --{phase.value}-quantization none is the same on every machine.",
+                )
 
     def _check_layout(self, hello: WorkerHello) -> None:
         """Pages can be copied byte for byte between equal layouts only; no plan covers another pair yet."""

@@ -1,19 +1,38 @@
-"""Settings of one worker's engine, resolved: no "auto" is left in them."""
+"""Settings of one worker's engine, resolved but for what its own processor and file decide."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from serving_core.kv_page_layout import KVDType
+from serving_core.worker_status import PhaseName
+
+
+class Quantization(StrEnum):
+    """In what form a phase computes with the weights. AUTO is the form that each is stored in, NONE the engine's ``dtype``."""
+
+    AUTO = "auto"
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+DEFAULT_QUANTIZATIONS: Mapping[PhaseName, Quantization] = {
+    PhaseName.PREFILL: Quantization.NONE,  # bound by arithmetic
+    PhaseName.DECODE: Quantization.AUTO,  # bound by the bytes of the weights
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One worker's engine. ``twinpool`` makes it from the flags of the same names.
 
-    ``dtype`` is the type of weights and KV cache. ``page_size`` is ``--block-size``, in tokens. ``max_model_len`` bounds prompt
-    and answer together, or is None for the model's own window. ``max_num_batched_tokens`` bounds the tokens of one prefill
-    step, ``max_num_seqs`` the sequences of one step of either phase. ``num_threads`` is for the engine thread's kernels;
+    ``dtype`` is the type of activations, KV cache and those weights that are not quantised; the two quantizations are those of
+    the phases that the worker has. ``page_size`` is ``--block-size``, in tokens. ``max_model_len`` bounds prompt and answer
+    together, or is None for the model's own window. ``max_num_batched_tokens`` bounds the tokens of one prefill step,
+    ``max_num_seqs`` the sequences of one step of either phase. ``num_threads`` is for the engine thread's kernels;
     ``cpu_cores`` pins that thread, empty for no pinning; ``niceness`` is added to it (0 to 19).
     """
 
@@ -24,6 +43,12 @@ class EngineConfig:
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int
     num_threads: int
+    prefill_quantization: Quantization = DEFAULT_QUANTIZATIONS[PhaseName.PREFILL]
+    decode_quantization: Quantization = DEFAULT_QUANTIZATIONS[PhaseName.DECODE]
     cpu_cores: tuple[int, ...] = ()
     niceness: int = 0
     lease_s: float = 6.0
+
+    def quantization(self, phase: PhaseName) -> Quantization:
+        """The phase's own."""
+        return self.prefill_quantization if phase is PhaseName.PREFILL else self.decode_quantization

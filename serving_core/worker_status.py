@@ -37,7 +37,9 @@ class WorkerHello:
 
     ``address`` is HOST:PORT of its gRPC server. ``pids`` holds one process id per tensor-parallel rank, rank 0 first.
     ``model_print`` covers source weights, tokenizer, rope and adapter and must be equal everywhere; ``layout`` may differ
-    between the phases once a transfer plan exists. ``max_prefill_tokens_per_step`` bounds one step's prompt tokens.
+    between the phases once a transfer plan exists. ``prefill_arithmetic`` and ``decode_arithmetic`` name the kernels and the
+    form of the weights that each phase computes with, empty for one that is not mounted: equal in all workers of a phase, since
+    only then does one go on with the bits of another. ``max_prefill_tokens_per_step`` bounds one step's prompt tokens.
     """
 
     worker_id: WorkerId
@@ -49,6 +51,8 @@ class WorkerHello:
     tensor_parallel_size: int
     model_name: str
     model_print: str
+    prefill_arithmetic: str
+    decode_arithmetic: str
     layout: KVPageLayout
     num_pages: int
     max_model_len: int
@@ -58,6 +62,10 @@ class WorkerHello:
     @property
     def role(self) -> Role:
         return Role.of(self.phases)
+
+    def arithmetic(self, phase: PhaseName) -> str:
+        """The phase's own."""
+        return self.prefill_arithmetic if phase is PhaseName.PREFILL else self.decode_arithmetic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from serving_core.cpu_features import has_bfloat16
+from serving_core.engine_config import DEFAULT_QUANTIZATIONS, Quantization
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
 from twinpool.byte_size import parse_byte_size
-from twinpool.cpu_features import has_bfloat16
 
 MAX_BLOCK_SIZE = 256
 MAX_THREADS = 1024
@@ -24,6 +25,7 @@ class EngineFlags:
     """One phase's engine as asked for. None: to be derived, from the model (``max_model_len``) or the cores (``threads``)."""
 
     dtype: KVDType
+    quantization: Quantization
     block_size: int
     max_model_len: int | None
     max_num_seqs: int
@@ -62,6 +64,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for prefix, scope in (("", "both phases"), ("prefill-", "prefill only"), ("decode-", "decode only")):
         group = parser.add_argument_group(f"engine, {scope}")
         group.add_argument(f"--{prefix}dtype", choices=_DTYPES, help="auto: bfloat16 where the processor has it, else float32")
+        group.add_argument(
+            f"--{prefix}quantization",
+            choices=[quantization.value for quantization in Quantization],
+            help="form of the weights; auto: as they are stored (default: none for prefill, auto for decode)",
+        )
         for flag in _FLAGS:
             group.add_argument(f"--{prefix}{flag.name}", type=_parser_of(flag), metavar="N", help=_help_of(flag))
 
@@ -75,7 +82,8 @@ def engine_flags_of(flags: argparse.Namespace, phase: PhaseName) -> EngineFlags:
     dtype = getattr(flags, f"{phase.value}_dtype") or flags.dtype or "auto"
     if dtype == "auto":
         dtype = KVDType.BFLOAT16.value if has_bfloat16() else KVDType.FLOAT32.value
-    return EngineFlags(dtype=KVDType(dtype), **values)
+    quantization = getattr(flags, f"{phase.value}_quantization") or flags.quantization or DEFAULT_QUANTIZATIONS[phase]
+    return EngineFlags(dtype=KVDType(dtype), quantization=Quantization(quantization), **values)
 
 
 def _value_of(flags: argparse.Namespace, phase: PhaseName, flag: _Flag) -> Any:

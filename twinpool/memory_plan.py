@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_worker.decode_scheduler import MAX_REPLAY_TOKENS
-from llm_engine.memory_budget import StepSize, num_pages_for_budget, weight_bytes, workspace_bytes
-from llm_engine.model_config import ModelConfig
+from llm_engine.checkpoint import StoredModel
+from llm_engine.memory_budget import StepSize, num_pages_for_budget, workspace_bytes
+from llm_engine.weight_plan import usable_quantization, weight_bytes
 from serving_core.errors import ConfigError
 from serving_core.worker_status import PhaseName
 from twinpool.byte_size import format_byte_size
@@ -37,9 +38,10 @@ class WorkerMemory:
         return WORKER_PROCESS_BYTES + self.weight_bytes + self.workspace_bytes
 
 
-def worker_memory(spec: WorkerSpec, model: ModelConfig) -> WorkerMemory:
-    """Raises ``ConfigError`` for a KV cache that is too small for one sequence."""
-    engine = spec.engine
+def worker_memory(spec: WorkerSpec, stored: StoredModel, *, has_kernels: bool) -> WorkerMemory:
+    """``has_kernels``: the worker's machine can run the native kernels. Raises ``ConfigError`` for a KV cache that is too small
+    for one sequence, and for a quantization that cannot be."""
+    engine, model = spec.engine, stored.config
     max_model_len = engine.max_model_len or model.max_model_len
     layout = model.page_layout(page_size=engine.page_size, dtype=engine.dtype)
     num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
@@ -64,18 +66,22 @@ def worker_memory(spec: WorkerSpec, model: ModelConfig) -> WorkerMemory:
                 num_pages=num_pages,
             )
         )
+    quantizations = [
+        usable_quantization(engine.quantization(phase), dtype=engine.dtype, config=model, has_kernels=has_kernels)
+        for phase in spec.phases
+    ]
     return WorkerMemory(
-        weight_bytes=weight_bytes(model, engine.dtype),
+        weight_bytes=weight_bytes(stored, engine.dtype, quantizations),
         workspace_bytes=max(workspace_bytes(model, engine.dtype, step) for step in steps),
         kv_cache_bytes=num_pages * layout.page_bytes,
         min_kv_cache_bytes=layout.num_pages_for(max_model_len) * layout.page_bytes,
     )
 
 
-def check_memory(specs: Sequence[WorkerSpec], model: ModelConfig, available_bytes: int) -> None:
+def check_memory(specs: Sequence[WorkerSpec], stored: StoredModel, available_bytes: int, *, has_kernels: bool) -> None:
     """Raises ``ConfigError`` when the workers together would need more than ``available_bytes``. It names the KV cache that
     would fit, or says that none would."""
-    workers = [worker_memory(spec, model) for spec in specs]
+    workers = [worker_memory(spec, stored, has_kernels=has_kernels) for spec in specs]
     fixed_bytes = SERVER_BYTES + sum(worker.fixed_bytes for worker in workers)
     needed_bytes = fixed_bytes + sum(worker.kv_cache_bytes for worker in workers)
     if needed_bytes <= available_bytes:
@@ -89,7 +95,7 @@ def check_memory(specs: Sequence[WorkerSpec], model: ModelConfig, available_byte
     if fitting_bytes >= max(worker.min_kv_cache_bytes for worker in workers):
         raise ConfigError(f"{what}: give --kv-cache-memory-bytes of at most {fitting_bytes // _MIB}MiB")
     if fitting_bytes > 0:
-        window = min(_window_that_fits(spec, model, fitting_bytes) for spec in specs)
+        window = min(_window_that_fits(spec, stored, fitting_bytes) for spec in specs)
         raise ConfigError(
             f"{what}: give --kv-cache-memory-bytes of at most {fitting_bytes // _MIB}MiB and --max-model-len of at most "
             f"{window}, or fewer workers"
@@ -105,6 +111,6 @@ def describe_memory(worker: WorkerMemory) -> str:
     )
 
 
-def _window_that_fits(spec: WorkerSpec, model: ModelConfig, kv_cache_bytes: int) -> int:
-    layout = model.page_layout(page_size=spec.engine.page_size, dtype=spec.engine.dtype)
+def _window_that_fits(spec: WorkerSpec, stored: StoredModel, kv_cache_bytes: int) -> int:
+    layout = stored.config.page_layout(page_size=spec.engine.page_size, dtype=spec.engine.dtype)
     return kv_cache_bytes // layout.page_bytes * layout.page_size

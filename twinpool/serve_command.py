@@ -8,10 +8,11 @@ import logging
 import os
 from collections.abc import Sequence
 
-from llm_engine.model_config import ModelConfig
-from llm_engine.open_checkpoint import read_model_config
+from llm_engine.checkpoint import StoredModel
+from llm_engine.open_checkpoint import read_stored_model
 from router.chat_template import read_chat_template
 from router.tokenizer import read_tokenizer
+from serving_core.cpu_features import has_avx512_bfloat16
 from serving_core.errors import ModelFileError
 from twinpool.cluster import LOCAL
 from twinpool.http_server import listen
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 def serve_command(flags: argparse.Namespace) -> int:
     """Run a server until it is stopped by a signal. Returns 0; raises ``TwinpoolError`` when it cannot start."""
     config = make_serve_config(flags)
-    model = read_model_config(config.model.path)
+    stored = read_stored_model(config.model.path)
+    model = stored.config
     tokenizer, chat_template = read_tokenizer(config.model.path), read_chat_template(config.model.path)
     if tokenizer.vocab_size > model.num_tokens:
         raise ModelFileError(
@@ -35,8 +37,9 @@ def serve_command(flags: argparse.Namespace) -> int:
         )
     cores = plan_server_cores(config, sorted(os.sched_getaffinity(0)))
     specs = make_worker_specs(config, model, cores, ())
+    has_kernels = config.address != LOCAL or has_avx512_bfloat16()
     if config.address == LOCAL:
-        check_memory(specs, model, available_memory_bytes())
+        check_memory(specs, stored, available_memory_bytes(), has_kernels=has_kernels)
     with listen(config.host, config.port) as listener:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -45,7 +48,7 @@ def serve_command(flags: argparse.Namespace) -> int:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # broken connections are ours to report
         from twinpool.server import Server
 
-        _describe(config, model, specs)
+        _describe(config, stored, specs, has_kernels=has_kernels)
         server = Server(
             config, model=model, tokenizer=tokenizer, chat_template=chat_template, core_plan=cores, listener=listener
         )
@@ -53,9 +56,9 @@ def serve_command(flags: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(config: ServeConfig, model: ModelConfig, specs: Sequence[WorkerSpec]) -> None:
+def _describe(config: ServeConfig, stored: StoredModel, specs: Sequence[WorkerSpec], *, has_kernels: bool) -> None:
     """Say what was resolved, so that nobody has to guess what "auto" came to."""
-    _log.info("%s: %s, window of %d tokens", config.served_model_name, config.model.path, model.max_model_len)
+    _log.info("%s: %s, window of %d tokens", config.served_model_name, config.model.path, stored.config.max_model_len)
     for spec in specs:
-        engine, memory = spec.engine, describe_memory(worker_memory(spec, model))
+        engine, memory = spec.engine, describe_memory(worker_memory(spec, stored, has_kernels=has_kernels))
         _log.info("%s: %s, %d tokens at most, %s", spec.worker_id, engine.dtype.value, engine.max_model_len, memory)

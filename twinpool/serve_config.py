@@ -91,8 +91,8 @@ def _check_phases_agree(prefill: EngineFlags, decode: EngineFlags, *, is_colocat
     """Pages go from one phase to the other byte for byte; one colocated worker has one engine for both."""
     fields: tuple[str, ...] = ("dtype", "block_size")
     if is_colocated:
-        # one step budget belongs to each phase, so these two may differ even there
-        per_phase = ("max_num_seqs", "max_num_batched_tokens")
+        # one step budget and one form of the weights belongs to each phase, so these may differ even there
+        per_phase = ("quantization", "max_num_seqs", "max_num_batched_tokens")
         fields = tuple(field.name for field in dataclasses.fields(EngineFlags) if field.name not in per_phase)
     for field in fields:
         if getattr(prefill, field) != getattr(decode, field):

@@ -68,6 +68,8 @@ class Worker:
             tensor_parallel_size=1,
             model_name=spec.model_name,
             model_print=loaded.model_print,
+            prefill_arithmetic=_arithmetic(spec, loaded, PhaseName.PREFILL),
+            decode_arithmetic=_arithmetic(spec, loaded, PhaseName.DECODE),
             layout=layout,
             num_pages=num_pages,
             max_model_len=max_model_len,
@@ -208,6 +210,10 @@ class Worker:
                 phase.renew(keys)
 
         self._loop.call(renew)
+
+
+def _arithmetic(spec: WorkerSpec, loaded: LoadedModel, phase: PhaseName) -> str:
+    return loaded.phases[phase].arithmetic if phase in spec.phases else ""
 
 
 def _listen(server: grpc.aio.Server, host: str) -> str:

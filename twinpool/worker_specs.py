@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from llm_engine.memory_budget import check_step_budget, num_pages_for_budget
 from llm_engine.model_config import ModelConfig
+from llm_engine.weight_plan import usable_quantization
 from serving_core.engine_config import EngineConfig
 from serving_core.errors import ConfigError
 from serving_core.ids import WorkerId
@@ -41,8 +42,8 @@ def plan_node_cores(config: ServeConfig, cores_per_worker: int) -> CorePlan:
 def make_worker_specs(
     config: ServeConfig, model: ModelConfig, core_plan: CorePlan, router_addresses: Sequence[str]
 ) -> tuple[WorkerSpec, ...]:
-    """One spec a worker. Raises ``ConfigError`` for a window that the model does not have, a KV cache too small for it, or a
-    step budget that suits neither."""
+    """One spec a worker. Raises ``ConfigError`` for a window that the model does not have, a KV cache too small for it, a step
+    budget that suits neither, or a quantization that the weights do not allow."""
     decode = [_decode_engine(config, model, core_plan, cores) for cores in core_plan.decode]
     if config.is_colocated:
         # each phase keeps its own step budget: see EngineConfig
@@ -54,6 +55,9 @@ def make_worker_specs(
         engines += [(f"decode-{i}", frozenset({PhaseName.DECODE}), engine) for i, engine in enumerate(decode)]
     for _, phases, engine in engines:
         _check_pages(engine, model, phases)
+        for phase in phases:
+            # whether its machine has the kernels, a worker finds out
+            usable_quantization(engine.quantization(phase), dtype=engine.dtype, config=model, has_kernels=True)
     return tuple(
         WorkerSpec(
             worker_id=WorkerId(worker_id),
@@ -90,6 +94,8 @@ def _engine(config: ServeConfig, flags: EngineFlags, model: ModelConfig, *, num_
         max_num_batched_tokens=flags.max_num_batched_tokens,
         kv_cache_memory_bytes=flags.kv_cache_memory_bytes,
         num_threads=num_threads,
+        prefill_quantization=config.prefill.quantization,
+        decode_quantization=config.decode.quantization,
         lease_s=config.lease_s,
     )
 

@@ -92,7 +92,8 @@ class WorkerThread:
 
         engine = self._spec.engine
         torch.set_num_threads(engine.num_threads)
-        return load_model(self._spec.model_path, dtype=engine.dtype, on_progress=self._report)
+        quantizations = {phase: engine.quantization(phase) for phase in self._spec.phases}
+        return load_model(self._spec.model_path, dtype=engine.dtype, quantizations=quantizations, on_progress=self._report)
 
     async def _serve(self, loaded: LoadedModel) -> None:
         from twinpool.worker import Worker

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from serving_core.kv_page_layout import KVDType
+from serving_core.worker_status import PhaseName
 from tests.integration.test_reference import our_tokens, reference_tokens
 from tests.tiny_families import FAMILIES, TinyFamily, make_tiny_model, write_tiny_family_folder, write_tiny_family_gguf
-from tests.unit.llm_engine.tiny_engine import TinyEngine
+from tests.unit.llm_engine.tiny_engine import TinyEngine, skip_without_kernels
 
 PROMPTS = [[3 + (7 * place + length) % 260 for place in range(length)] for length in (1, 16, 17, 100)]
 LONG_PROMPT = [3 + (11 * place) % 263 for place in range(700)]
@@ -47,6 +48,23 @@ def test_a_folder_equals_transformers(family: TinyFamily, tmp_path: Path) -> Non
 def test_a_gguf_file_equals_transformers(family: TinyFamily, tmp_path: Path) -> None:
     model = make_tiny_model(family)
     assert_equal_to_reference(write_tiny_family_gguf(tmp_path / "tiny.gguf", family, model), model)
+
+
+@every_family
+def test_the_native_kernels_are_as_near_to_the_reference_as_torch_in_bfloat16(family: TinyFamily, tmp_path: Path) -> None:
+    skip_without_kernels()
+    model = make_tiny_model(family)
+    engine = TinyEngine(write_tiny_family_folder(tmp_path / "tiny", model), KVDType.BFLOAT16)
+    errors: dict[PhaseName, list[float]] = {phase: [] for phase in PhaseName}
+    for prompt in PROMPTS:
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        for phase, own in errors.items():
+            token = engine.prefill(prompt, chunk=48, max_tokens=len(prompt), phase=phase).results[-1]
+            assert token.logprobs is not None
+            own += [logprob - float(expected[token_id]) for token_id, logprob in token.logprobs.top]
+    plain, native = (float(torch.tensor(errors[phase]).square().mean().sqrt()) for phase in PhaseName)
+    assert native < 1.2 * plain + 0.01
 
 
 @pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.BFLOAT16])

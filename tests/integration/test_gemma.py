@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from llm_engine.native.packed_weight import unpack
+from llm_engine.open_checkpoint import open_checkpoint, read_stored_model
+from llm_engine.packed_weights import PackedWeights
+from llm_engine.plain_weights import PlainWeights
+from llm_engine.tensor_reader import TensorReader
+from llm_engine.weight_form import WeightForm
+from llm_engine.weight_plan import plan_weights
 from router.tokenizer import read_tokenizer
+from serving_core.engine_config import Quantization
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType
 from tests.integration.test_reference import QUESTIONS, one_thread, our_tokens, reference_tokens
@@ -77,3 +86,21 @@ def test_chunks_and_neighbours_change_no_bit(path: Path) -> None:
             engine.step((stranger, prompt[index * 16 : index * 16 + 16]), (other, token))
         assert other.results[-4:] == whole.results[-4:]
         assert torch.equal(engine.stored(other), engine.stored(whole))
+
+
+def test_decode_keeps_the_blocks_of_the_file(path: Path) -> None:
+    plan = plan_weights(read_stored_model(path), Quantization.AUTO)
+    assert plan.forms["layers.0.attention_out"] is WeightForm.INT4  # Q4_K
+    assert plan.forms["layers.0.qkv"] is WeightForm.INT8  # Q5_0 and Q8_0
+    assert plan.is_embedding_shared  # Q8_0
+    no_kernels: Any = None
+    with closing(open_checkpoint(path)) as checkpoint:
+        reader = TensorReader(checkpoint, lambda num_bytes: None)
+        packed, plain = PackedWeights(reader, plan, no_kernels), PlainWeights(reader, torch.float32)
+        for name in ("layers.0.attention_out", "layers.0.qkv", "layers.0.gate_up"):
+            assert torch.equal(unpack(packed.matrix(name).weight), plain.matrix(name).weight), name
+        rounded = [unpack(packed.matrix(f"layers.{layer}.down").weight) for layer in (0, 17)]
+        exact = [plain.matrix(f"layers.{layer}.down").weight for layer in (0, 17)]
+    for own, other in zip(rounded, exact, strict=True):
+        assert (own - other).square().mean().sqrt() < 0.007 * other.std()  # Q6_K is rounded once more
+    assert not all(map(torch.equal, rounded, exact))

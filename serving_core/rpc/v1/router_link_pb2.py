@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from serving_core.rpc.v1 import common_pb2 as serving__core_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%serving_core/rpc/v1/router_link.proto\x12\x0btwinpool.v1\x1a serving_core/rpc/v1/common.proto\"\x9b\x01\n\rWorkerMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.WorkerHelloH\x00\x12+\n\x06status\x18\x02 \x01(\x0b\x32\x19.twinpool.v1.WorkerStatusH\x00\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x17.twinpool.v1.StepEventsH\x00\x42\t\n\x07message\"\x9a\x01\n\rRouterMessage\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.WelcomeH\x00\x12\'\n\x07refusal\x18\x02 \x01(\x0b\x32\x14.twinpool.v1.RefusalH\x00\x12,\n\x07renewal\x18\x03 \x01(\x0b\x32\x19.twinpool.v1.LeaseRenewalH\x00\x42\t\n\x07message\"\xc9\x02\n\x0bWorkerHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06phases\x18\x03 \x03(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0c\n\x04pids\x18\x06 \x03(\r\x12\x1c\n\x14tensor_parallel_size\x18\x07 \x01(\r\x12\x12\n\nmodel_name\x18\x08 \x01(\t\x12\x13\n\x0bmodel_print\x18\t \x01(\t\x12)\n\x06layout\x18\n \x01(\x0b\x32\x19.twinpool.v1.KVPageLayout\x12\x11\n\tnum_pages\x18\x0b \x01(\r\x12\x15\n\rmax_model_len\x18\x0c \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\r\x12#\n\x1bmax_prefill_tokens_per_step\x18\x0e \x01(\r\"\x91\x01\n\x0cMetricSample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x35\n\x06labels\x18\x02 \x03(\x0b\x32%.twinpool.v1.MetricSample.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"m\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rdocumentation\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12*\n\x07samples\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.MetricSample\"y\n\x0cWorkerStatus\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12*\n\x07metrics\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.MetricFamily\"8\n\nStepEvents\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.twinpool.v1.SequenceEvent\"\x1c\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\"6\n\x0cLeaseRenewal\x12&\n\x04keys\x18\x01 \x03(\x0b\x32\x18.twinpool.v1.SequenceKey2S\n\nRouterLink\x12\x45\n\x07\x43onnect\x12\x1a.twinpool.v1.WorkerMessage\x1a\x1a.twinpool.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%serving_core/rpc/v1/router_link.proto\x12\x0btwinpool.v1\x1a serving_core/rpc/v1/common.proto\"\x9b\x01\n\rWorkerMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.WorkerHelloH\x00\x12+\n\x06status\x18\x02 \x01(\x0b\x32\x19.twinpool.v1.WorkerStatusH\x00\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x17.twinpool.v1.StepEventsH\x00\x42\t\n\x07message\"\x9a\x01\n\rRouterMessage\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.WelcomeH\x00\x12\'\n\x07refusal\x18\x02 \x01(\x0b\x32\x14.twinpool.v1.RefusalH\x00\x12,\n\x07renewal\x18\x03 \x01(\x0b\x32\x19.twinpool.v1.LeaseRenewalH\x00\x42\t\n\x07message\"\x80\x03\n\x0bWorkerHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06phases\x18\x03 \x03(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0c\n\x04pids\x18\x06 \x03(\r\x12\x1c\n\x14tensor_parallel_size\x18\x07 \x01(\r\x12\x12\n\nmodel_name\x18\x08 \x01(\t\x12\x13\n\x0bmodel_print\x18\t \x01(\t\x12)\n\x06layout\x18\n \x01(\x0b\x32\x19.twinpool.v1.KVPageLayout\x12\x11\n\tnum_pages\x18\x0b \x01(\r\x12\x15\n\rmax_model_len\x18\x0c \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\r\x12#\n\x1bmax_prefill_tokens_per_step\x18\x0e \x01(\r\x12\x1a\n\x12prefill_arithmetic\x18\x0f \x01(\t\x12\x19\n\x11\x64\x65\x63ode_arithmetic\x18\x10 \x01(\t\"\x91\x01\n\x0cMetricSample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x35\n\x06labels\x18\x02 \x03(\x0b\x32%.twinpool.v1.MetricSample.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"m\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rdocumentation\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12*\n\x07samples\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.MetricSample\"y\n\x0cWorkerStatus\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12*\n\x07metrics\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.MetricFamily\"8\n\nStepEvents\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.twinpool.v1.SequenceEvent\"\x1c\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\"6\n\x0cLeaseRenewal\x12&\n\x04keys\x18\x01 \x03(\x0b\x32\x18.twinpool.v1.SequenceKey2S\n\nRouterLink\x12\x45\n\x07\x43onnect\x12\x1a.twinpool.v1.WorkerMessage\x1a\x1a.twinpool.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,21 +39,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERMESSAGE']._serialized_start=247
   _globals['_ROUTERMESSAGE']._serialized_end=401
   _globals['_WORKERHELLO']._serialized_start=404
-  _globals['_WORKERHELLO']._serialized_end=733
-  _globals['_METRICSAMPLE']._serialized_start=736
-  _globals['_METRICSAMPLE']._serialized_end=881
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=836
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=881
-  _globals['_METRICFAMILY']._serialized_start=883
-  _globals['_METRICFAMILY']._serialized_end=992
-  _globals['_WORKERSTATUS']._serialized_start=994
-  _globals['_WORKERSTATUS']._serialized_end=1115
-  _globals['_STEPEVENTS']._serialized_start=1117
-  _globals['_STEPEVENTS']._serialized_end=1173
-  _globals['_WELCOME']._serialized_start=1175
-  _globals['_WELCOME']._serialized_end=1203
-  _globals['_LEASERENEWAL']._serialized_start=1205
-  _globals['_LEASERENEWAL']._serialized_end=1259
-  _globals['_ROUTERLINK']._serialized_start=1261
-  _globals['_ROUTERLINK']._serialized_end=1344
+  _globals['_WORKERHELLO']._serialized_end=788
+  _globals['_METRICSAMPLE']._serialized_start=791
+  _globals['_METRICSAMPLE']._serialized_end=936
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=891
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=936
+  _globals['_METRICFAMILY']._serialized_start=938
+  _globals['_METRICFAMILY']._serialized_end=1047
+  _globals['_WORKERSTATUS']._serialized_start=1049
+  _globals['_WORKERSTATUS']._serialized_end=1170
+  _globals['_STEPEVENTS']._serialized_start=1172
+  _globals['_STEPEVENTS']._serialized_end=1228
+  _globals['_WELCOME']._serialized_start=1230
+  _globals['_WELCOME']._serialized_end=1258
+  _globals['_LEASERENEWAL']._serialized_start=1260
+  _globals['_LEASERENEWAL']._serialized_end=1314
+  _globals['_ROUTERLINK']._serialized_start=1316
+  _globals['_ROUTERLINK']._serialized_end=1399
 # @@protoc_insertion_point(module_scope)

@@ -102,6 +102,8 @@ class WorkerHello(google.protobuf.message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
     MAX_PREFILL_TOKENS_PER_STEP_FIELD_NUMBER: builtins.int
+    PREFILL_ARITHMETIC_FIELD_NUMBER: builtins.int
+    DECODE_ARITHMETIC_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     address: builtins.str
@@ -113,6 +115,8 @@ class WorkerHello(google.protobuf.message.Message):
     max_model_len: builtins.int
     max_num_seqs: builtins.int
     max_prefill_tokens_per_step: builtins.int
+    prefill_arithmetic: builtins.str
+    decode_arithmetic: builtins.str
     @property
     def phases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -136,10 +140,12 @@ class WorkerHello(google.protobuf.message.Message):
         max_model_len: builtins.int = ...,
         max_num_seqs: builtins.int = ...,
         max_prefill_tokens_per_step: builtins.int = ...,
+        prefill_arithmetic: builtins.str = ...,
+        decode_arithmetic: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["layout", b"layout"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_prefill_tokens_per_step", b"max_prefill_tokens_per_step", "model_name", b"model_name", "model_print", b"model_print", "node", b"node", "num_pages", b"num_pages", "phases", b"phases", "pids", b"pids", "tensor_parallel_size", b"tensor_parallel_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "decode_arithmetic", b"decode_arithmetic", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_prefill_tokens_per_step", b"max_prefill_tokens_per_step", "model_name", b"model_name", "model_print", b"model_print", "node", b"node", "num_pages", b"num_pages", "phases", b"phases", "pids", b"pids", "prefill_arithmetic", b"prefill_arithmetic", "tensor_parallel_size", b"tensor_parallel_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerHello: typing_extensions.TypeAlias = WorkerHello

@@ -1,92 +1,16 @@
-"""Attention against its definition, and its independence of the batch and of chunks. Every back end must pass all of it."""
+"""Attention through torch against its definition, and its independence of the batch and of chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
-from llm_engine.attention import AttentionRow, TorchAttention
-from llm_engine.kv_cache import KVCache
-from serving_core.ids import PageId
-from serving_core.kv_page_layout import KVDType, KVPageLayout
+from serving_core.kv_page_layout import KVDType
+from tests.unit.llm_engine.attention_sequences import LAYER, Sequences
 
-NUM_LAYERS, HEAD_DIM, PAGE_SIZE, LAYER, SCALE = 3, 64, 16, 1, 0.15
 HEADS = [(9, 3), (8, 2), (4, 4), (3, 1)]
-
-
-class Sequences:
-    """Random queries, keys and values of some sequences, whose pages are scattered over one cache."""
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        dtype: KVDType,
-        sliding_window: int | None = None,
-        page_size: int = PAGE_SIZE,
-    ) -> None:
-        layout = KVPageLayout(
-            num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, page_size=page_size, dtype=dtype
-        )
-        num_pages = sum(layout.num_pages_for(length) for length in lengths)
-        self.cache = KVCache(layout, num_pages)
-        self.cache.tensor.fill_(float("nan"))  # what a page's last user left must never be seen
-        self.sliding_window = sliding_window
-        windows = [None, sliding_window, 1]
-        self.attention = TorchAttention(self.cache, scale=SCALE, sliding_windows=windows)
-
-        generator = torch.Generator().manual_seed(num_heads * 100 + sum(lengths))
-        shuffled = iter(torch.randperm(num_pages, generator=generator).tolist())
-        self.page_ids = [tuple(PageId(next(shuffled)) for _ in range(layout.num_pages_for(length))) for length in lengths]
-        torch_dtype = self.cache.tensor.dtype
-        self.query = [torch.randn(n, num_heads, HEAD_DIM, generator=generator).to(torch_dtype) for n in lengths]
-        self.key = [torch.randn(n, num_kv_heads, HEAD_DIM, generator=generator).to(torch_dtype) for n in lengths]
-        self.value = [torch.randn(n, num_kv_heads, HEAD_DIM, generator=generator).to(torch_dtype) for n in lengths]
-
-    def step(self, *spans: tuple[int, int, int]) -> list[Tensor]:
-        """One step over (sequence, first token, end): each span's result [num_tokens, num_heads * head_dim]."""
-        rows = [
-            AttentionRow(
-                num_tokens=end - first,
-                start_position=first,
-                page_ids=self.page_ids[index][: self.cache.layout.num_pages_for(end)],
-            )
-            for index, first, end in spans
-        ]
-        num_tokens = sum(row.num_tokens for row in rows)
-
-        def batched(tensors: list[Tensor]) -> Tensor:
-            batch = torch.cat([tensors[index][first:end] for index, first, end in spans])
-            return torch.cat([batch, batch.new_ones(-num_tokens % 4, *batch.shape[1:])])
-
-        query, key, value = batched(self.query), batched(self.key), batched(self.value)
-        output = self.attention.begin_step(rows).attend(LAYER, query, key, value)
-        assert output.shape == (len(query), query.shape[1] * HEAD_DIM)
-        assert not output[num_tokens:].any()
-        return list(torch.split(output[:num_tokens], [row.num_tokens for row in rows]))
-
-    def whole(self, index: int) -> Tensor:
-        (output,) = self.step((index, 0, len(self.query[index])))
-        return output
-
-    def by_definition(self, index: int) -> Tensor:
-        """[num_tokens, num_heads * head_dim] in float64, without pages, masks or blocks."""
-        query, key, value = self.query[index].double(), self.key[index].double(), self.value[index].double()
-        heads_per_kv = query.shape[1] // key.shape[1]
-        output = torch.empty_like(query)
-        for token in range(len(query)):
-            for head in range(query.shape[1]):
-                first = 0 if self.sliding_window is None else max(0, token + 1 - self.sliding_window)
-                keys = key[first : token + 1, head // heads_per_kv]
-                weights = torch.softmax(keys @ query[token, head] * SCALE, dim=0)
-                output[token, head] = weights @ value[first : token + 1, head // heads_per_kv]
-        return output.flatten(1)
 
 
 @pytest.mark.parametrize("dtype", list(KVDType))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,39 +8,27 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from llm_engine.layer_config import LayerConfig, Rope
 from llm_engine.load_model import load_model
-from llm_engine.model_config import ModelConfig
 from llm_engine.open_checkpoint import read_model_config
-from serving_core.errors import ModelFileError
+from serving_core.engine_config import Quantization
+from serving_core.errors import ConfigError, ModelFileError
 from serving_core.kv_page_layout import KVDType
+from serving_core.worker_status import PhaseName
 from tests.tiny_model import TINY_EOS_TOKEN_ID, write_tiny_gguf
-from tests.unit.llm_engine.tiny_engine import TinyEngine
+from tests.unit.llm_engine.tiny_config import TINY_CONFIG
+from tests.unit.llm_engine.tiny_engine import TinyEngine, skip_without_kernels
 
 PROMPT = [5, 90, 17, 200, 33, 8]
 
 
 def test_the_config_is_that_of_the_file(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", is_tied=False)
-    expected = ModelConfig(
-        layers=(LayerConfig(rope=Rope(theta=10_000.0)),) * 2,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        feed_forward_size=128,
-        vocab_size=267,
-        num_tokens=267,
-        max_model_len=512,
-        rms_norm_eps=float(np.float32(1e-5)),
-        attention_scale=0.25,
-        is_tied=False,
-    )
+    expected = replace(TINY_CONFIG, is_tied=False)
     assert read_model_config(path) == expected
     loaded = load_model(path, dtype=KVDType.BFLOAT16)
     assert loaded.config == expected
     assert loaded.eos_token_ids == {TINY_EOS_TOKEN_ID}
-    assert loaded.model.dtype == torch.bfloat16
+    assert {model.decoder.dtype for model in loaded.phases.values()} == {torch.bfloat16}
     assert len(loaded.model_print) == 64
 
 
@@ -49,11 +38,56 @@ def test_a_tied_head_costs_no_memory(tmp_path: Path) -> None:
     assert untied.weight_bytes - tied.weight_bytes == 267 * 64 * 4
 
 
-def test_progress_rises_to_the_whole(tmp_path: Path) -> None:
+def test_phases_that_compute_alike_share_their_weights(tmp_path: Path) -> None:
+    loaded = load_model(write_tiny_gguf(tmp_path / "tiny.gguf"), dtype=KVDType.FLOAT32)
+    prefill, decode = loaded.phases[PhaseName.PREFILL], loaded.phases[PhaseName.DECODE]
+    assert prefill is decode
+    assert loaded.weight_bytes == prefill.weight_bytes
+    assert prefill.arithmetic == "torch float32"
+
+
+def test_each_phase_has_the_form_it_asked_for_and_a_worker_no_other(tmp_path: Path) -> None:
+    skip_without_kernels()
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", weight_type=GGMLQuantizationType.Q4_1)
+    both = load_model(path, dtype=KVDType.BFLOAT16)
+    arithmetic = {phase: model.arithmetic for phase, model in both.phases.items()}
+    assert arithmetic == {PhaseName.PREFILL: "torch bfloat16", PhaseName.DECODE: "native auto"}
+    alone = load_model(path, dtype=KVDType.BFLOAT16, quantizations={PhaseName.DECODE: Quantization.AUTO})
+    assert list(alone.phases) == [PhaseName.DECODE]
+    assert alone.weight_bytes == both.phases[PhaseName.DECODE].weight_bytes < both.phases[PhaseName.PREFILL].weight_bytes
+    assert both.weight_bytes == sum(model.weight_bytes for model in both.phases.values())
+    assert alone.model_print == both.model_print
+
+
+def test_without_kernels_torch_computes_both_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_engine.load_model.load_library", lambda: None)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    loaded = load_model(path, dtype=KVDType.BFLOAT16)
+    assert loaded.phases[PhaseName.PREFILL] is loaded.phases[PhaseName.DECODE]
+    with pytest.raises(ConfigError, match="--quantization is int8, which needs a processor with"):
+        load_model(path, dtype=KVDType.BFLOAT16, quantizations={PhaseName.DECODE: Quantization.INT8})
+
+
+@pytest.mark.parametrize("quantization", [Quantization.AUTO, Quantization.INT8, Quantization.INT4])
+def test_the_forms_of_both_phases_mean_the_same_model(quantization: Quantization, tmp_path: Path) -> None:
+    skip_without_kernels()
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", weight_type=GGMLQuantizationType.Q4_1)
+    engine = TinyEngine(path, KVDType.BFLOAT16, decode=quantization)
+    plain = engine.prefill(PROMPT, chunk=16, max_tokens=16).results[-1].logprobs
+    native = engine.prefill(PROMPT, chunk=16, max_tokens=16, phase=PhaseName.DECODE).results[-1].logprobs
+    assert plain is not None
+    assert native is not None
+    shared = dict(plain.top).keys() & dict(native.top).keys()
+    assert len(shared) >= 16
+    assert all(abs(dict(plain.top)[token] - dict(native.top)[token]) < 0.15 for token in shared)
+
+
+@pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.BFLOAT16])
+def test_progress_rises_to_the_whole(dtype: KVDType, tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     load_model(
         write_tiny_gguf(tmp_path / "tiny.gguf"),
-        dtype=KVDType.FLOAT32,
+        dtype=dtype,
         on_progress=lambda num_done, num_all: calls.append((num_done, num_all)),
     )
     done = [num_done for num_done, _ in calls]
@@ -126,6 +160,6 @@ def test_rope_factors_are_applied(tmp_path: Path) -> None:
 
 
 def test_a_model_is_loaded_into_each_type(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    sizes = {dtype: load_model(path, dtype=dtype).weight_bytes for dtype in KVDType}
+    path, plain = write_tiny_gguf(tmp_path / "tiny.gguf"), {PhaseName.PREFILL: Quantization.NONE}
+    sizes = {dtype: load_model(path, dtype=dtype, quantizations=plain).weight_bytes for dtype in KVDType}
     assert sizes[KVDType.FLOAT32] > sizes[KVDType.BFLOAT16] == sizes[KVDType.FLOAT16]

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from llm_engine.feed_forward import FeedForward
+from llm_engine.gated_activation import TorchGate
 from llm_engine.linear import Linear
 from llm_engine.mixture_of_experts import MixtureOfExperts
 from llm_engine.model_config import Activation
@@ -21,7 +22,7 @@ def experts(dtype: torch.dtype, *, is_normalized: bool = True) -> MixtureOfExper
     return MixtureOfExperts(
         router=linear(NUM_EXPERTS, HIDDEN),
         experts=tuple(
-            FeedForward(gate_up=linear(2 * SIZE, HIDDEN), down=linear(HIDDEN, SIZE), activation=Activation.SILU)
+            FeedForward(gate_up=linear(2 * SIZE, HIDDEN), down=linear(HIDDEN, SIZE), activation=TorchGate(Activation.SILU))
             for _ in range(NUM_EXPERTS)
         ),
         num_chosen=NUM_CHOSEN,
@@ -37,13 +38,13 @@ def tokens(count: int, dtype: torch.dtype) -> torch.Tensor:
 def test_each_token_gets_the_weighted_sum_of_its_experts(*, is_normalized: bool) -> None:
     mixture, x = experts(torch.float32, is_normalized=is_normalized), tokens(20, torch.float32)
     for token, result in zip(x, mixture(x), strict=True):
-        probabilities = (mixture.router.weight @ token).softmax(0)
+        probabilities = mixture.router(token).softmax(0)
         chosen = probabilities.argsort(descending=True)[:NUM_CHOSEN].tolist()
         total = probabilities[chosen].sum() if is_normalized else torch.tensor(1.0)
         expected = torch.zeros(HIDDEN)
         for index in chosen:
-            gate, up = (mixture.experts[index].gate_up.weight @ token).chunk(2)
-            expected += probabilities[index] / total * (mixture.experts[index].down.weight @ (functional.silu(gate) * up))
+            gate, up = mixture.experts[index].gate_up(token).chunk(2)
+            expected += probabilities[index] / total * mixture.experts[index].down(functional.silu(gate) * up)
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -1,20 +1,48 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from llm_engine.step_plan import PlanRow, StepPlan
+from serving_core.engine_config import Quantization
 from serving_core.ids import RequestId, SequenceKey
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
 from tests.tiny_model import write_tiny_gguf
-from tests.unit.llm_engine.tiny_engine import FedSequence, TinyEngine, greedy_spec
+from tests.unit.llm_engine.tiny_engine import FedSequence, TinyEngine, greedy_spec, skip_without_kernels
 
-DTYPES = [KVDType.FLOAT32, KVDType.BFLOAT16]
+PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """How the steps of ``phase`` are computed."""
+
+    dtype: KVDType
+    phase: PhaseName = PREFILL
+    quantization: Quantization = Quantization.NONE
+
+    def engine(self, path: Path, *, num_pages: int = 256) -> TinyEngine:
+        if self.quantization is not Quantization.NONE:
+            skip_without_kernels()
+        return TinyEngine(path, self.dtype, num_pages=num_pages, prefill=self.quantization, decode=self.quantization)
+
+
+every_case = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(dtype=KVDType.FLOAT32), id="float32"),
+        pytest.param(Case(dtype=KVDType.BFLOAT16), id="bfloat16"),
+        pytest.param(Case(dtype=KVDType.BFLOAT16, quantization=Quantization.INT8), id="prefill int8"),
+        pytest.param(Case(dtype=KVDType.BFLOAT16, phase=DECODE, quantization=Quantization.AUTO), id="decode auto"),
+        pytest.param(Case(dtype=KVDType.BFLOAT16, phase=DECODE, quantization=Quantization.INT8), id="decode int8"),
+        pytest.param(Case(dtype=KVDType.BFLOAT16, phase=DECODE, quantization=Quantization.INT4), id="decode int4"),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,45 +59,49 @@ def assert_equal_sequences(engine: TinyEngine, one: FedSequence, other: FedSeque
     assert torch.equal(engine.stored(one), engine.stored(other))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_chunks_change_neither_logits_nor_pages(path: Path, dtype: KVDType) -> None:
-    engine = TinyEngine(path, dtype)
+@every_case
+def test_chunks_change_neither_logits_nor_pages(path: Path, case: Case) -> None:
+    engine = case.engine(path)
     prompt = prompt_of(97)
-    whole = engine.prefill(prompt, chunk=97, max_tokens=97)
+    whole = engine.prefill(prompt, chunk=97, max_tokens=97, phase=case.phase)
     for chunk in (1, 7, 16, 32, 33, 96):
-        assert_equal_sequences(engine, engine.prefill(prompt, chunk=chunk, max_tokens=97), whole)
+        assert_equal_sequences(engine, engine.prefill(prompt, chunk=chunk, max_tokens=97, phase=case.phase), whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_other_rows_change_neither_logits_nor_pages(path: Path, dtype: KVDType) -> None:
-    engine = TinyEngine(path, dtype, num_pages=512)
+@every_case
+def test_other_rows_change_neither_logits_nor_pages(path: Path, case: Case) -> None:
+    engine = case.engine(path, num_pages=512)
     prompts = [prompt_of(length) for length in (1, 15, 16, 17, 50)]
 
     def fresh() -> list[FedSequence]:
-        return [engine.prefill(prompt, chunk=99, max_tokens=70) for prompt in prompts]
+        return [engine.prefill(prompt, chunk=99, max_tokens=70, phase=case.phase) for prompt in prompts]
 
     alone, together, backwards = fresh(), fresh(), fresh()
     for index in range(10):
         for sequence in alone:
-            engine.step((sequence, [index + 3]))
-        engine.step(*[(sequence, [index + 3]) for sequence in together])
-        engine.step(*[(sequence, [index + 3]) for sequence in backwards[::-1]], (engine.new_sequence(16), prompt_of(9)))
+            engine.step((sequence, [index + 3]), phase=case.phase)
+        engine.step(*[(sequence, [index + 3]) for sequence in together], phase=case.phase)
+        engine.step(
+            *[(sequence, [index + 3]) for sequence in backwards[::-1]],
+            (engine.new_sequence(16), prompt_of(9)),
+            phase=case.phase,
+        )
     for one, two, three in zip(alone, together, backwards, strict=True):
         assert one.results == two.results == three.results
         assert_equal_sequences(engine, one, two)
         assert_equal_sequences(engine, one, three)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_decoding_equals_prefilling_the_same_tokens(path: Path, dtype: KVDType) -> None:
-    engine = TinyEngine(path, dtype)
-    sequence = engine.prefill(prompt_of(20), chunk=99, max_tokens=60)
+@every_case
+def test_decoding_equals_prefilling_the_same_tokens(path: Path, case: Case) -> None:
+    engine = case.engine(path)
+    sequence = engine.prefill(prompt_of(20), chunk=99, max_tokens=60, phase=case.phase)
     tokens = prompt_of(20)
     for _ in range(30):
         tokens.append(sequence.results[-1].token_id)
-        engine.step((sequence, tokens[-1:]))
+        engine.step((sequence, tokens[-1:]), phase=case.phase)
     assert len(set(tokens[20:])) > 5, "the tiny model says something"
-    assert_equal_sequences(engine, engine.prefill(tokens, chunk=99, max_tokens=60), sequence)
+    assert_equal_sequences(engine, engine.prefill(tokens, chunk=99, max_tokens=60, phase=case.phase), sequence)
 
 
 def test_a_row_without_a_sample_gets_no_token(path: Path) -> None:

@@ -6,17 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
 from llm_engine.kv_cache import KVCache
 from llm_engine.load_model import load_model
 from llm_engine.model_runner import ModelRunner
+from llm_engine.native.library import load_library
 from llm_engine.step_plan import PlanRow, SampledToken, SampleSpec, StepPlan, StepResult
+from serving_core.engine_config import Quantization
 from serving_core.ids import PageId, RequestId, SequenceKey
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
 
 PAGE_SIZE = 16
+
+
+def skip_without_kernels() -> None:
+    """For tests of the native kernels: not every processor runs them."""
+    if load_library() is None:
+        pytest.skip("the native kernels do not run here")
 
 
 def greedy_spec(*, output_index: int = 0) -> SampleSpec:
@@ -37,8 +46,17 @@ class FedSequence:
 class TinyEngine:
     """Loads ``path`` and hands out pages from the top of a pool that is never refilled."""
 
-    def __init__(self, path: Path, dtype: KVDType, *, num_pages: int = 256) -> None:
-        self.loaded = load_model(path, dtype=dtype)
+    def __init__(
+        self,
+        path: Path,
+        dtype: KVDType,
+        *,
+        num_pages: int = 256,
+        prefill: Quantization = Quantization.NONE,
+        decode: Quantization = Quantization.AUTO,
+    ) -> None:
+        quantizations = {PhaseName.PREFILL: prefill, PhaseName.DECODE: decode}
+        self.loaded = load_model(path, dtype=dtype, quantizations=quantizations)
         self.cache = KVCache(self.loaded.config.page_layout(page_size=PAGE_SIZE, dtype=dtype), num_pages)
         self.runner = ModelRunner(self.loaded, self.cache)
         self._free = [PageId(page) for page in range(num_pages)]
@@ -48,8 +66,8 @@ class TinyEngine:
         pages = tuple(self._free.pop() for _ in range(num_pages))
         return FedSequence(key=SequenceKey(RequestId(f"r{pages[0]}")), page_ids=pages)
 
-    def step(self, *fed: tuple[FedSequence, Sequence[int]]) -> StepResult:
-        """One step that feeds each sequence some tokens and samples after the last of them."""
+    def step(self, *fed: tuple[FedSequence, Sequence[int]], phase: PhaseName = PhaseName.PREFILL) -> StepResult:
+        """One step of ``phase`` that feeds each sequence some tokens and samples after the last of them."""
         rows = []
         for sequence, token_ids in fed:
             num_keys = sequence.num_fed + len(token_ids)
@@ -63,17 +81,19 @@ class TinyEngine:
                 )
             )
             sequence.num_fed = num_keys
-        result = self.runner.run(StepPlan(phase=PhaseName.PREFILL, rows=tuple(rows)))
+        result = self.runner.run(StepPlan(phase=phase, rows=tuple(rows)))
         for (sequence, _), token in zip(fed, result.tokens, strict=True):
             if token is not None:
                 sequence.results.append(token)
         return result
 
-    def prefill(self, token_ids: Sequence[int], *, chunk: int, max_tokens: int) -> FedSequence:
-        """A new sequence, fed ``chunk`` tokens a step."""
+    def prefill(
+        self, token_ids: Sequence[int], *, chunk: int, max_tokens: int, phase: PhaseName = PhaseName.PREFILL
+    ) -> FedSequence:
+        """A new sequence, fed ``chunk`` tokens a step, as ``phase`` computes them."""
         sequence = self.new_sequence(max_tokens)
         for first in range(0, len(token_ids), chunk):
-            self.step((sequence, token_ids[first : first + chunk]))
+            self.step((sequence, token_ids[first : first + chunk]), phase=phase)
         return sequence
 
     def stored(self, sequence: FedSequence) -> torch.Tensor:

@@ -69,6 +69,27 @@ async def test_worker_that_does_not_match_is_refused(
     assert [entry.worker_id for entry in pair.directory.entries()] == ["prefill-0"]
 
 
+async def test_workers_of_a_phase_must_compute_alike(pair: Pair, workers: list[FakeWorker]) -> None:
+    # 1. Prefill and decode may differ, and so may two workers that share no phase with each other.
+    workers.append(await FakeWorker("decode-0", DECODE, decode_arithmetic="native auto").join(pair.address))
+    workers.append(await FakeWorker("prefill-0", PREFILL, decode_arithmetic="").join(pair.address))
+    assert all(worker.was_welcome for worker in workers)
+
+    # 2. A second decode worker with other kernels would go on with other bits.
+    other = await FakeWorker("decode-1", DECODE, decode_arithmetic="torch bfloat16").join(pair.address)
+    workers.append(other)
+    assert other.refused is not None
+    assert other.refused.code is RefusalCode.MODEL_MISMATCH
+    assert "Worker decode-1 computes decode with 'torch bfloat16' but the others" in str(other.refused)
+
+    # 3. So would one that takes the place of the first.
+    await workers[0].hang_up()
+    heir = await FakeWorker("decode-0", DECODE, decode_arithmetic="native int8").join(pair.address)
+    workers.append(heir)
+    assert heir.refused is not None
+    assert "'native auto'" in str(heir.refused)
+
+
 async def test_layouts_of_one_phase_may_differ(pair: Pair, workers: list[FakeWorker]) -> None:
     workers.append(await FakeWorker("decode-0", DECODE).join(pair.address))
     workers.append(await FakeWorker("decode-1", DECODE, layout=OTHER_LAYOUT).join(pair.address))

@@ -107,6 +107,8 @@ def test_worker_messages_round_trip() -> None:
         tensor_parallel_size=2,
         model_name="model",
         model_print="print",
+        prefill_arithmetic="torch bfloat16",
+        decode_arithmetic="native auto",
         layout=LAYOUT,
         num_pages=7,
         max_model_len=128,

@@ -43,7 +43,7 @@ def test_unknown_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixture
 
 
 def test_flags_of_later_versions_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--tensor-parallel-size", "--quantization"):
+    for flag in ("--tensor-parallel-size", "--kv-cache-dtype"):
         assert f"unknown flag {flag}" in refusal_of(capsys, "serve", flag, "1")
 
 
@@ -79,6 +79,8 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         ("--kv-cache-memory-bytes", "12 parsecs"),
         ("--threads", "0"),
         ("--dtype", "int8"),
+        ("--quantization", "int2"),
+        ("--decode-quantization", "awq"),
         ("--served-model-name", ""),
         ("--api-key", " "),
     ],
@@ -108,6 +110,22 @@ def test_colocated_phases_share_all_but_their_step_budgets(capsys: pytest.Captur
     config = config_of("--colocated", "--prefill-max-num-batched-tokens", "64", "--decode-max-num-seqs", "8")
     assert (config.num_prefill_workers, config.num_decode_workers) == (0, 0)
     assert "share one engine" in refusal_of(capsys, "serve", "--colocated", "--prefill-threads", "3")
+
+
+def test_each_phase_has_a_form_of_the_weights() -> None:
+    def quantizations(*argv: str) -> tuple[str, str]:
+        config = config_of(*argv)
+        return config.prefill.quantization.value, config.decode.quantization.value
+
+    assert quantizations() == ("none", "auto")
+    assert quantizations("--quantization", "int8") == ("int8", "int8")
+    assert quantizations("--decode-quantization", "int4") == ("none", "int4")
+    assert quantizations("--quantization", "none", "--prefill-quantization", "auto", "--colocated") == ("auto", "none")
+
+
+def test_a_quantization_against_the_type_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal_of(capsys, "serve", "--port", "0", "--dtype", "float32", "--decode-quantization", "int4")
+    assert "--quantization is int4, which computes in bfloat16, but --dtype is float32; give --quantization none" in error
 
 
 def test_an_override_beats_the_common_flag() -> None:

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from llm_engine.checkpoint import StoredModel, StoredTensor
+from llm_engine.decoder_tensors import tensor_shapes
 from llm_engine.layer_config import LayerConfig, Rope
 from llm_engine.model_config import ModelConfig
-from serving_core.engine_config import EngineConfig
+from llm_engine.weight_form import WeightForm
+from serving_core.engine_config import EngineConfig, Quantization
 from serving_core.errors import ConfigError
 from serving_core.ids import WorkerId
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
-from twinpool.memory_plan import SERVER_BYTES, check_memory, worker_memory
+from twinpool.memory_plan import SERVER_BYTES, WorkerMemory, check_memory, worker_memory
 from twinpool.worker_spec import WorkerSpec
 
 MIB = 2**20
@@ -29,6 +32,13 @@ MODEL = ModelConfig(
     rms_norm_eps=1e-5,
     attention_scale=0.125,
     is_tied=True,
+)
+STORED = StoredModel(
+    config=MODEL,
+    tensors={
+        name: StoredTensor(name=name, shape=shape, num_bytes=0, form=WeightForm.INT4, exact_form=WeightForm.INT4)
+        for name, shape in tensor_shapes(MODEL).items()
+    },
 )
 PAGE_BYTES = 4 * 2 * 16 * 4 * 64 * 2  # layers, key and value, tokens, heads, their size, bytes of one number
 
@@ -58,25 +68,43 @@ def spec_of(
 PAIR = [spec_of(PhaseName.PREFILL), spec_of(PhaseName.DECODE)]
 
 
+def memory_of(spec: WorkerSpec) -> WorkerMemory:
+    return worker_memory(spec, STORED, has_kernels=True)
+
+
+def check(specs: list[WorkerSpec], available_bytes: int) -> None:
+    check_memory(specs, STORED, available_bytes, has_kernels=True)
+
+
 def needed_bytes(specs: list[WorkerSpec]) -> int:
-    workers = [worker_memory(spec, MODEL) for spec in specs]
+    workers = [memory_of(spec) for spec in specs]
     return SERVER_BYTES + sum(worker.fixed_bytes + worker.kv_cache_bytes for worker in workers)
 
 
 def test_weights_workspace_and_cache_stand_apart() -> None:
-    memory = worker_memory(PAIR[0], MODEL)
+    memory = memory_of(PAIR[0])
     matrices, norms = 10_000 * 512 + 4 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 512 * 1024), 512 + 4 * 2 * 512
     assert memory.weight_bytes == 2 * matrices + 4 * norms
     assert memory.kv_cache_bytes == 512 * MIB
     assert memory.min_kv_cache_bytes == 256 * PAGE_BYTES
-    larger_cache = worker_memory(spec_of(PhaseName.PREFILL, kv_cache_memory_bytes=600 * MIB), MODEL)
+    larger_cache = memory_of(spec_of(PhaseName.PREFILL, kv_cache_memory_bytes=600 * MIB))
     assert larger_cache.workspace_bytes == memory.workspace_bytes > 0
+
+
+def test_each_worker_holds_the_forms_of_its_phases() -> None:
+    prefill, decode = (memory_of(spec).weight_bytes for spec in PAIR)
+    both = dataclasses.replace(PAIR[0], phases=frozenset(PhaseName))
+    assert 0.25 * prefill < decode < 0.45 * prefill
+    assert memory_of(both).weight_bytes == prefill + decode
+    alike = dataclasses.replace(both, engine=dataclasses.replace(both.engine, decode_quantization=Quantization.NONE))
+    assert memory_of(alike).weight_bytes == prefill
+    assert worker_memory(PAIR[1], STORED, has_kernels=False).weight_bytes == prefill, "torch computes"
 
 
 @pytest.mark.parametrize("change", [{"max_num_batched_tokens": 1024}, {"max_model_len": 2048}])
 def test_the_workspace_follows_from_the_step(change: dict[str, int]) -> None:
-    before = worker_memory(PAIR[0], MODEL).workspace_bytes
-    after = worker_memory(spec_of(PhaseName.PREFILL, **change), MODEL).workspace_bytes
+    before = memory_of(PAIR[0]).workspace_bytes
+    after = memory_of(spec_of(PhaseName.PREFILL, **change)).workspace_bytes
     assert (after > before) == ("max_num_batched_tokens" in change)
     assert after != before
 
@@ -85,8 +113,7 @@ def test_each_prompt_of_a_step_adds_to_the_workspace_however_short_it_is() -> No
     engine = PAIR[0].engine
     more_rows, whole_pages = dataclasses.replace(engine, max_num_seqs=64), dataclasses.replace(engine, page_size=512)
     few, many, large_pages = (
-        worker_memory(dataclasses.replace(PAIR[0], engine=changed), MODEL).workspace_bytes
-        for changed in (engine, more_rows, whole_pages)
+        memory_of(dataclasses.replace(PAIR[0], engine=changed)).workspace_bytes for changed in (engine, more_rows, whole_pages)
     )
     key_bytes = 2 * 4 * 64 * 2  # key and value, heads, their size, bytes of one number
     assert many - few >= 48 * 512 * key_bytes
@@ -95,28 +122,28 @@ def test_each_prompt_of_a_step_adds_to_the_workspace_however_short_it_is() -> No
 
 def test_a_worker_with_both_phases_has_the_larger_workspace() -> None:
     both = dataclasses.replace(PAIR[0], phases=frozenset(PhaseName))
-    assert worker_memory(both, MODEL).workspace_bytes == max(worker_memory(spec, MODEL).workspace_bytes for spec in PAIR)
+    assert memory_of(both).workspace_bytes == max(memory_of(spec).workspace_bytes for spec in PAIR)
 
 
 def test_what_fits_is_not_refused() -> None:
-    check_memory(PAIR, MODEL, needed_bytes(PAIR))
+    check(PAIR, needed_bytes(PAIR))
 
 
 def test_a_cache_beyond_the_machine_names_the_one_that_fits() -> None:
     with pytest.raises(ConfigError, match=r"of memory and this machine has .* left \(prefill-0: weights .*decode-0") as caught:
-        check_memory(PAIR, MODEL, needed_bytes(PAIR) - 1)
+        check(PAIR, needed_bytes(PAIR) - 1)
     fitting = int(str(caught.value).rpartition("at most ")[2].removesuffix("MiB"))
     assert fitting == 511
     smaller = [spec_of(phase, kv_cache_memory_bytes=fitting * MIB) for phase in (PhaseName.PREFILL, PhaseName.DECODE)]
-    check_memory(smaller, MODEL, needed_bytes(PAIR) - 1)
+    check(smaller, needed_bytes(PAIR) - 1)
 
 
 def test_a_window_that_does_not_fit_either_is_named_too() -> None:
     fixed = needed_bytes(PAIR) - 2 * 512 * MIB
     with pytest.raises(ConfigError, match=r"at most 10MiB and --max-model-len of at most 2560"):
-        check_memory(PAIR, MODEL, fixed + 2 * 10 * MIB)
+        check(PAIR, fixed + 2 * 10 * MIB)
 
 
 def test_a_machine_too_small_for_the_weights_is_named() -> None:
     with pytest.raises(ConfigError, match="no KV cache is small enough for that; give fewer workers or a smaller model"):
-        check_memory(PAIR, MODEL, needed_bytes(PAIR) - 2 * 512 * MIB)
+        check(PAIR, needed_bytes(PAIR) - 2 * 512 * MIB)

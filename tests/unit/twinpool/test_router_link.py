@@ -33,6 +33,8 @@ HELLO = WorkerHello(
     tensor_parallel_size=1,
     model_name="tiny",
     model_print="abc",
+    prefill_arithmetic="",
+    decode_arithmetic="torch float32",
     layout=KVPageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=16, dtype=KVDType.FLOAT32),
     num_pages=4,
     max_model_len=64,

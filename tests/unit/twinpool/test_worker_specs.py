@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from llm_engine.open_checkpoint import read_model_config
+from serving_core.engine_config import Quantization
 from serving_core.errors import ConfigError
 from serving_core.worker_status import PhaseName
 from twinpool.cli import make_parser
@@ -49,6 +50,13 @@ def test_colocated_takes_each_phases_own_budget() -> None:
     assert spec.phases == frozenset(PhaseName)
     assert (spec.engine.max_num_batched_tokens, spec.engine.max_num_seqs) == (99, 7)
     assert (spec.engine.cpu_cores, spec.engine.niceness) == ((1,), 0)
+
+
+def test_every_worker_knows_the_form_of_each_phase() -> None:
+    for argv in ((), ("--colocated",)):
+        for spec in specs_of(*argv, "--dtype", "bfloat16", "--decode-quantization", "int8").values():
+            assert spec.engine.quantization(PhaseName.PREFILL) is Quantization.NONE
+            assert spec.engine.quantization(PhaseName.DECODE) is Quantization.INT8
 
 
 def test_flags_reach_the_phase_they_name() -> None:

@@ -1,0 +1,200 @@
+// Products with a packed weight matrix: y[m][n] = sum over k of weight[n][k] * x[m][k] + bias[n]. The order of the bytes is
+// described in packed_weight.py.
+//
+// A row's result depends on nothing but that row: its sums run in one order however many rows there are. x and y are bfloat16,
+// sums float32.
+#include <omp.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "simd.h"
+
+namespace twinpool {
+namespace {
+
+constexpr int kGroup = 32;  // weights along k that share a scale and a zero
+constexpr int kPairs = kGroup / 2;
+constexpr int kTileBlocks = 2;  // channels are padded to whole tiles of so many blocks of 16
+constexpr int kRows = 6;  // rows computed together for a tile, at most: what the registers hold
+constexpr int kFewRows = 2;  // up to so many are computed for two tiles together: sums that do not wait for one another
+
+// A 16-bit lane of register r holds four weights, those of pairs 4r to 4r + 3 from its low bits up.
+struct Int4 {
+    static constexpr int kBytes = kLanes * kGroup / 2;  // one block of channels, one group
+    static constexpr bool kHasScales = true;
+
+    __m512i values;  // the bfloat16 of 0 to 15, twice, since the look-up sees five bits
+
+    Int4() {
+        alignas(64) bf16 table[32];
+        for (int i = 0; i < 32; i++) {
+            const float value = float(i % 16);
+            uint32_t bits;
+            std::memcpy(&bits, &value, sizeof bits);
+            table[i] = bf16(bits >> 16);
+        }
+        values = _mm512_load_si512(table);
+    }
+
+    __m512bh pair(const uint8_t* group, int index) const {
+        const __m512i four = _mm512_loadu_si512(group + index / 4 * 64);
+        return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(four, index % 4 * 4), values);
+    }
+};
+
+struct Int8 {
+    static constexpr int kBytes = kLanes * kGroup;
+    static constexpr bool kHasScales = true;
+
+    __m512bh pair(const uint8_t* group, int index) const {
+        const __m128i* bytes = (const __m128i*)(group + index * 2 * kLanes);
+        const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
+        const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
+        return _mm512_cvtne2ps_pbh(second, first);
+    }
+};
+
+struct Bfloat16 {
+    static constexpr int kBytes = 2 * kLanes * kGroup;
+    static constexpr bool kHasScales = false;
+
+    __m512bh pair(const uint8_t* group, int index) const { return (__m512bh)_mm512_loadu_si512(group + index * 64); }
+};
+
+struct Problem {
+    const bf16* x;  // [num_rows, num_groups, kGroup]
+    const uint8_t* weights;  // [num_blocks, num_groups, Form::kBytes]
+    const float* scales;  // [num_blocks, num_groups, 2 (scale, zero), kLanes]
+    const float* bias;  // [num_channels], or null
+    const float* sums;  // [num_rows, num_groups]: of x
+    bf16* y;  // [num_rows, num_channels]
+    int64_t num_rows, num_groups, num_channels;
+};
+
+// y for num_rows rows from first_row on and num_blocks blocks of channels from first_block on. In which tile a sum is computed
+// does not change it.
+template <class Form, int num_rows, int num_blocks>
+void compute(const Form& form, const Problem& p, int64_t first_row, int64_t first_block) {
+    const int64_t depth = p.num_groups * kGroup;
+    const bf16* x = p.x + first_row * depth;
+    const uint8_t* weights = p.weights + first_block * p.num_groups * Form::kBytes;
+    __m512 total[num_rows][num_blocks];
+    for (int m = 0; m < num_rows; m++)
+        for (int b = 0; b < num_blocks; b++) total[m][b] = _mm512_setzero_ps();
+
+    for (int64_t g = 0; g < p.num_groups; g++) {
+        __m512 part[num_rows][num_blocks];
+        for (int m = 0; m < num_rows; m++)
+            for (int b = 0; b < num_blocks; b++) part[m][b] = Form::kHasScales ? _mm512_setzero_ps() : total[m][b];
+#pragma GCC unroll 16
+        for (int pair = 0; pair < kPairs; pair++) {
+            __m512bh weight[num_blocks];
+            for (int b = 0; b < num_blocks; b++) weight[b] = form.pair(weights + (b * p.num_groups + g) * Form::kBytes, pair);
+            for (int m = 0; m < num_rows; m++) {
+                int32_t two;
+                std::memcpy(&two, x + m * depth + g * kGroup + 2 * pair, sizeof two);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+                for (int b = 0; b < num_blocks; b++) part[m][b] = _mm512_dpbf16_ps(part[m][b], weight[b], both);
+            }
+        }
+        for (int b = 0; b < num_blocks; b++) {
+            if constexpr (Form::kHasScales) {
+                const float* of_group = p.scales + ((first_block + b) * p.num_groups + g) * 2 * kLanes;
+                const __m512 scale = _mm512_loadu_ps(of_group), zero = _mm512_loadu_ps(of_group + kLanes);
+                for (int m = 0; m < num_rows; m++) {
+                    const __m512 sum = _mm512_set1_ps(p.sums[(first_row + m) * p.num_groups + g]);
+                    total[m][b] = _mm512_fmadd_ps(scale, part[m][b], total[m][b]);
+                    total[m][b] = _mm512_fmadd_ps(zero, sum, total[m][b]);
+                }
+            } else {
+                for (int m = 0; m < num_rows; m++) total[m][b] = part[m][b];
+            }
+        }
+    }
+    for (int b = 0; b < num_blocks; b++) {
+        const int64_t channel = (first_block + b) * kLanes;
+        if (channel >= p.num_channels) return;
+        const __mmask16 exists = first_lanes(p.num_channels - channel);
+        const __m512 bias = p.bias ? _mm512_maskz_loadu_ps(exists, p.bias + channel) : _mm512_setzero_ps();
+        for (int m = 0; m < num_rows; m++)
+            store_floats(exists, p.y + (first_row + m) * p.num_channels + channel, _mm512_add_ps(total[m][b], bias));
+    }
+}
+
+template <class Form>
+void compute(const Form& form, const Problem& p, int64_t row, int64_t num_rows, int64_t tile, int64_t num_tiles) {
+    const int64_t block = tile * kTileBlocks;
+    if (num_tiles == 2) {
+        if (num_rows == 1) return compute<Form, 1, 2 * kTileBlocks>(form, p, row, block);
+        if (num_rows == 2) return compute<Form, 2, 2 * kTileBlocks>(form, p, row, block);
+    }
+    switch (num_rows) {
+        case 1: return compute<Form, 1, kTileBlocks>(form, p, row, block);
+        case 2: return compute<Form, 2, kTileBlocks>(form, p, row, block);
+        case 3: return compute<Form, 3, kTileBlocks>(form, p, row, block);
+        case 4: return compute<Form, 4, kTileBlocks>(form, p, row, block);
+        case 5: return compute<Form, 5, kTileBlocks>(form, p, row, block);
+        case 6: return compute<Form, 6, kTileBlocks>(form, p, row, block);
+    }
+}
+
+// All rows for some tiles of channels. Rows are taken in portions that are as equal as can be: a small one costs as much for
+// its weights as a large one.
+template <class Form>
+void compute_tiles(const Form& form, const Problem& p, int64_t first_tile, int64_t end_tile) {
+    const int64_t step = p.num_rows <= kFewRows ? 2 : 1;
+    for (int64_t tile = first_tile; tile < end_tile; tile += step)
+        for (int64_t row = 0, num_portions = (p.num_rows + kRows - 1) / kRows; row < p.num_rows; num_portions--) {
+            const int64_t num_rows = (p.num_rows - row + num_portions - 1) / num_portions;
+            compute(form, p, row, num_rows, tile, std::min(step, end_tile - tile));
+            row += num_rows;
+        }
+}
+
+void sum_groups(const bf16* x, int64_t num_groups, float* sums) {
+    for (int64_t g = 0; g < num_groups; g++) {
+        const bf16* group = x + g * kGroup;
+        sums[g] = _mm512_reduce_add_ps(_mm512_add_ps(load_floats(0xffff, group), load_floats(0xffff, group + kLanes)));
+    }
+}
+
+template <class Form>
+void multiply(const bf16* x, const uint8_t* weights, const float* scales, const float* bias, bf16* y, int64_t num_rows,
+              int64_t depth, int64_t num_channels) {
+    const int64_t num_groups = (depth + kGroup - 1) / kGroup;
+    std::unique_ptr<bf16[]> padded;
+    if (depth % kGroup) {
+        padded.reset(new bf16[num_rows * num_groups * kGroup]());
+        for (int64_t m = 0; m < num_rows; m++)
+            std::memcpy(&padded[m * num_groups * kGroup], x + m * depth, depth * sizeof(bf16));
+        x = padded.get();
+    }
+    std::unique_ptr<float[]> sums;
+    if (Form::kHasScales) {
+        sums.reset(new float[num_rows * num_groups]);
+        for (int64_t m = 0; m < num_rows; m++) sum_groups(x + m * num_groups * kGroup, num_groups, &sums[m * num_groups]);
+    }
+    const Form form;
+    const Problem problem{x, weights, scales, bias, sums.get(), y, num_rows, num_groups, num_channels};
+    const int64_t num_tiles = (num_channels + kTileBlocks * kLanes - 1) / (kTileBlocks * kLanes);
+#pragma omp parallel
+    {
+        const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+        compute_tiles(form, problem, num_tiles * thread / num_threads, num_tiles * (thread + 1) / num_threads);
+    }
+}
+
+}  // namespace
+}  // namespace twinpool
+
+// x [num_rows, depth], y [num_rows, num_channels]; the others as in Problem.
+#define TWINPOOL_LINEAR(name, Form)                                                                                      \
+    extern "C" void name(const uint16_t* x, const uint8_t* weights, const float* scales, const float* bias, uint16_t* y, \
+                         int64_t num_rows, int64_t depth, int64_t num_channels) {                                        \
+        twinpool::multiply<twinpool::Form>(x, weights, scales, bias, y, num_rows, depth, num_channels);                  \
+    }
+
+TWINPOOL_LINEAR(twinpool_linear_int4, Int4)
+TWINPOOL_LINEAR(twinpool_linear_int8, Int8)
+TWINPOOL_LINEAR(twinpool_linear_bfloat16, Bfloat16)

@@ -1,0 +1,97 @@
+"""What each form of the weights costs: the logits of the default model on real text, against those of float32 weights.
+
+The stored weights are four bits already, and are kept as they are. What quantising anew costs is therefore measured on weights
+that have been moved off their grid.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llm_engine.attention import AttentionRow, TorchAttention
+from llm_engine.checkpoint import StoredModel
+from llm_engine.decoder import Decoder
+from llm_engine.decoder_weights import DecoderWeights
+from llm_engine.gguf_checkpoint import GgufCheckpoint
+from llm_engine.kv_cache import KVCache
+from llm_engine.native.library import load_library
+from llm_engine.packed_weights import PackedWeights
+from llm_engine.plain_weights import PlainWeights
+from llm_engine.tensor_reader import TensorReader
+from llm_engine.weight_plan import plan_weights
+from router.tokenizer import read_tokenizer
+from serving_core.engine_config import Quantization
+from serving_core.ids import PageId
+from serving_core.kv_page_layout import KVDType
+from tests.integration.test_reference import one_thread
+from tests.unit.llm_engine.tiny_engine import skip_without_kernels
+from tests.weights import DitheredCheckpoint
+from twinpool.model_source import DEFAULT_MODEL, find_model
+
+PATH = find_model(DEFAULT_MODEL).path
+QUESTIONS = Path(__file__).parents[1] / "data" / "mt_bench_80.jsonl"
+NUM_TOKENS, PAGE_SIZE = 256, 16
+
+
+def real_tokens() -> list[int]:
+    questions = [json.loads(line) for line in QUESTIONS.read_text().splitlines()[:8]]
+    text = " ".join(turn for question in questions for turn in question["turns"])
+    return list(read_tokenizer(PATH).encode(text, add_special_tokens=False))[:NUM_TOKENS]
+
+
+def logits_of(open_file: Callable[[Path], GgufCheckpoint], quantization: Quantization, dtype: KVDType) -> Tensor:
+    """After each token of the text, float32 [NUM_TOKENS, num_tokens of the tokenizer]."""
+    library: Any = load_library()
+    with closing(open_file(PATH)) as checkpoint:
+        reader = TensorReader(checkpoint, lambda num_bytes: None)
+        config = checkpoint.config
+        if quantization is Quantization.NONE:
+            weights = DecoderWeights.read(config, PlainWeights(reader, torch.float32))
+        else:
+            plan = plan_weights(StoredModel(config=config, tensors=checkpoint.tensors), quantization)
+            weights = DecoderWeights.read(config, PackedWeights(reader, plan, library))
+    cache = KVCache(config.page_layout(page_size=PAGE_SIZE, dtype=dtype), NUM_TOKENS // PAGE_SIZE)
+    attention = TorchAttention(cache, scale=config.attention_scale, sliding_windows=[None] * config.num_layers)
+    pages = tuple(map(PageId, range(cache.num_pages)))
+    step = attention.begin_step([AttentionRow(num_tokens=NUM_TOKENS, start_position=0, page_ids=pages)])
+    decoder = Decoder(config, weights)
+    with torch.inference_mode(), one_thread():
+        return decoder.logits(decoder.hidden_states(torch.tensor(real_tokens()), torch.arange(NUM_TOKENS), step))
+
+
+def perplexity(logits: Tensor) -> float:
+    return float(functional.cross_entropy(logits[:-1], torch.tensor(real_tokens()[1:])).exp())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("open_file", "bounds"),
+    [
+        pytest.param(GgufCheckpoint, {Quantization.AUTO: (0.13, 0.01)}, id="as stored"),
+        pytest.param(DitheredCheckpoint, {Quantization.INT8: (0.2, 0.01), Quantization.INT4: (2.0, 0.1)}, id="quantised anew"),
+    ],
+)
+def test_logits_are_as_near_as_the_docs_say(
+    open_file: Callable[[Path], GgufCheckpoint], bounds: dict[Quantization, tuple[float, float]]
+) -> None:
+    """``bounds``: of the root mean square of the logits' errors, where logits spread by 5.8; and of perplexity's rise."""
+    skip_without_kernels()
+    exact = logits_of(open_file, Quantization.NONE, KVDType.FLOAT32)
+    for quantization, (max_error, max_rise) in bounds.items():
+        logits = logits_of(open_file, quantization, KVDType.BFLOAT16)
+        error = float((logits - exact).square().mean().sqrt())
+        rise = perplexity(logits) / perplexity(exact) - 1
+        agreement = float((logits.argmax(-1) == exact.argmax(-1)).float().mean())
+        figures = f"{quantization.value}: error {error:.3f}, perplexity {rise:+.1%}, same first token {agreement:.1%}"
+        print(figures)
+        assert error < max_error, figures
+        assert abs(rise) < max_rise, figures

@@ -1,0 +1,81 @@
+"""The library is built once, by any number of processes at once, and its absence is told in one line."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llm_engine.native import library as library_module
+from llm_engine.native.library import NativeLibrary
+
+pytestmark = pytest.mark.usefixtures("library")  # else there is nothing to test
+_LOAD = "from llm_engine.native.library import load_library; assert load_library() is not None"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "twinpool"
+
+
+def load_anew() -> NativeLibrary | None:
+    return library_module.load_library.__wrapped__()
+
+
+def test_it_is_built_once(cache: Path) -> None:
+    # 1. Two processes at once leave one library.
+    processes = [subprocess.Popen([sys.executable, "-c", _LOAD]) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    (built,) = cache.iterdir()
+    assert built.suffix == ".so"
+
+    # 2. The next one uses it.
+    before = built.stat().st_mtime_ns
+    subprocess.run([sys.executable, "-c", _LOAD], check=True)
+    assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [before]
+
+    # 3. What is no library is built again.
+    built.unlink()
+    built.touch()
+    subprocess.run([sys.executable, "-c", _LOAD], check=True)
+    assert built.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"), [("/bin/false", "status 1"), ("/missing/c++", "No such file"), ("sh -c 'echo 1; exit 0' --", "")]
+)
+def test_a_compiler_that_builds_nothing_leaves_torch(
+    compiler: str, reason: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with caplog.at_level(logging.INFO):
+        assert load_anew() is None
+    (record,) = caplog.records
+    assert "torch" in record.message
+    assert reason in record.message
+    assert "\n" not in record.message
+    assert not list(cache.glob("*.so"))
+
+
+def test_no_compiler_leaves_torch(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(cache))
+    assert load_anew() is None
+    assert "no C++ compiler" in caplog.text
+
+
+def test_another_processor_leaves_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(library_module, "has_avx512_bfloat16", lambda: False)
+    with caplog.at_level(logging.INFO):
+        assert load_anew() is None
+    assert "processor" in caplog.text
+
+
+def test_a_folder_that_cannot_be_used_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert load_anew() is not None
