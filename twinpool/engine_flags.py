@@ -59,11 +59,14 @@ _DTYPES = ("auto", *(dtype.value for dtype in KVDType))
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Declare every engine flag with its two overrides."""
-    for prefix, scope in (("", "both phases"), ("prefill-", "prefill only"), ("decode-", "decode only")):
-        group = parser.add_argument_group(f"engine, {scope}")
-        group.add_argument(f"--{prefix}dtype", choices=_DTYPES, help="auto: bfloat16 where the processor has it, else float32")
+    group = parser.add_argument_group("engine", "each also as --prefill-… and --decode-…, for one phase alone")
+    for prefix in ("", "prefill-", "decode-"):
+        is_listed = not prefix
+        dtype_help = "auto: bfloat16 where the processor has it, else float32"
+        group.add_argument(f"--{prefix}dtype", choices=_DTYPES, help=dtype_help if is_listed else argparse.SUPPRESS)
         for flag in _FLAGS:
-            group.add_argument(f"--{prefix}{flag.name}", type=_parser_of(flag), metavar="N", help=_help_of(flag))
+            text = _help_of(flag) if is_listed else argparse.SUPPRESS
+            group.add_argument(f"--{prefix}{flag.name}", type=_parser_of(flag), metavar="N", help=text)
 
 
 def engine_flags_of(flags: argparse.Namespace, phase: PhaseName) -> EngineFlags:
