@@ -6,6 +6,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ import psutil
 from twinpool.cluster import WorkerPlaces
 from twinpool.death_watch import DeathWatch
 from twinpool.node_address import node_address
+from twinpool.ray_loss import RayLoss
 from twinpool.ray_thread import RayThread
 from twinpool.temp_folder import TempFolder, remove_abandoned_folders
 
@@ -22,6 +24,8 @@ T = TypeVar("T")
 _OBJECT_STORE_BYTES = 75 << 20  # the smallest that Ray accepts; nothing of ours goes through it
 _MAX_ROOT_LENGTH = 26
 """Ray puts Unix sockets far below its folder, and their paths must stay under 108 bytes."""
+_VITAL_PROCESSES = ("gcs_server", "raylet")
+_KILL_TIMEOUT_S = 5.0
 
 
 class LocalCluster:
@@ -29,6 +33,7 @@ class LocalCluster:
 
     def __init__(self) -> None:
         self._thread = RayThread()
+        self._loss = RayLoss()
         self._folder: TempFolder | None = None
         self._death_watch: DeathWatch | None = None
         self._is_stopped = False
@@ -36,19 +41,41 @@ class LocalCluster:
     async def start(self, *, num_workers: int) -> WorkerPlaces:
         """Start Ray on loopback, with room for ``num_workers`` processes at once. Takes about three seconds."""
         await self.call(lambda: self._init(num_workers))
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):  # Ray starts some for a moment only
+                if (name := child.name()) in _VITAL_PROCESSES:
+                    self._loss.watch_process(name, child.pid)
         return WorkerPlaces(host=node_address())
 
     async def call(self, function: Callable[[], T]) -> T:
         """See ``Cluster``."""
         return await self._thread.call(function)
 
+    async def wait_lost(self) -> str:
+        """See ``Cluster``."""
+        return await self._loss.wait()
+
     async def stop(self) -> None:
         """End every process of the cluster and delete its files. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
+        self._loss.end()
         await self.call(self._shutdown)
         self._thread.end()
+
+    def abandon(self) -> None:
+        """See ``Cluster``. Workers whose raylet is gone already end with this process."""
+        self._is_stopped = True
+        self._loss.end()
+        self._thread.abandon()
+        children = psutil.Process().children(recursive=True)
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=_KILL_TIMEOUT_S)
+        if self._folder is not None:
+            self._folder.remove()
 
     def _init(self, num_workers: int) -> None:
         # Ray reads these when it is imported, and its processes inherit them

@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.conftest import LEASE_S
 from tests.e2e.server_process import MODEL, ServerProcess, serving, until, wait_until
 from tests.e2e.streams import Stream, http_client, run_stream
+from twinpool.ray_thread import ABANDONED_EXIT_STATUS
 
 pytestmark = pytest.mark.e2e
 
@@ -69,8 +70,9 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
             server.process.send_signal(signal.SIGINT)
             wait_until(lambda: _is_refused(server.url), 5, "new requests to be refused")
             server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(15) == 0
+            assert server.process.wait(15) == ABANDONED_EXIT_STATUS
         wait_until(lambda: not server.survivors(), 5, "every process to be gone")
+        assert not server.temp_files()
 
 
 def test_killed_outright_takes_its_workers_along(tmp_path: Path) -> None:

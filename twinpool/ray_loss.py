@@ -1,0 +1,79 @@
+"""Notices that a part of Ray is gone without which no worker can be started any more. Ray itself says nothing when that is its
+raylet, and ends this process a minute after its control store (GCS)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import grpc
+
+GONE_AFTER_S = 20.0
+"""Ray gives a control store a minute to come back. What is under way needs time to end before that."""
+_CHANNEL_OPTIONS = (
+    ("grpc.client_idle_timeout_ms", 2**31 - 1),  # an idle channel would notice nothing
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class RayLoss:
+    """Life: 1. construct; 2. ``watch_process``, ``watch_server``; 3. ``wait``, at any time; 4. ``end``."""
+
+    def __init__(self) -> None:
+        self._lost = asyncio.Event()
+        self._what = ""
+        self._processes: set[int] = set()
+        """Descriptors, readable once their process has ended."""
+        self._watching: list[asyncio.Task[None]] = []
+
+    def watch_process(self, name: str, pid: int) -> None:
+        """``pid`` is a process of this machine."""
+        what = f"Ray's {name} (process {pid}) has ended"
+        try:
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._note(what)
+            return
+        self._processes.add(process)
+        asyncio.get_running_loop().add_reader(process, self._note_end, process, what)
+
+    def watch_server(self, name: str, address: str) -> None:
+        """``address`` is HOST:PORT of a gRPC server, which may be away for ``GONE_AFTER_S``."""
+        self._watching.append(asyncio.create_task(self._watch_server(name, address)))
+
+    async def wait(self) -> str:
+        """Until something is gone. Returns what, as the beginning of a sentence."""
+        await self._lost.wait()
+        return self._what
+
+    def end(self) -> None:
+        """Watch no longer. Idempotent."""
+        for task in self._watching:
+            task.cancel()
+        for process in list(self._processes):
+            self._release(process)
+
+    async def _watch_server(self, name: str, address: str) -> None:
+        async with grpc.aio.insecure_channel(f"dns:///{address}", options=_CHANNEL_OPTIONS) as channel:
+            while True:
+                try:
+                    async with asyncio.timeout(GONE_AFTER_S):
+                        await channel.channel_ready()
+                except TimeoutError:
+                    self._note(f"Ray's {name} at {address} has been away for {GONE_AFTER_S:g} s")
+                    return
+                await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+
+    def _note_end(self, process: int, what: str) -> None:
+        self._release(process)
+        self._note(what)
+
+    def _release(self, process: int) -> None:
+        self._processes.remove(process)
+        asyncio.get_running_loop().remove_reader(process)
+        os.close(process)
+
+    def _note(self, what: str) -> None:
+        self._what = self._what or what
+        self._lost.set()
