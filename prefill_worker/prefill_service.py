@@ -83,10 +83,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         try:
             generate = convert.request_from_pb(request.request)
             ticket = convert.ticket_from_pb(request.ticket)
+            router_id = convert.router_id_from_pb(request.router_id)
             handoff = None if self._phase.is_local(ticket) else self._make_handoff(ticket)
             admitted = asyncio.get_running_loop().create_future()
             # A task of its own: once the phase has the hand-off somebody has to run it, even if the caller has gone by then.
-            task = asyncio.create_task(self._serve(generate, ticket, RouterId(request.router_id), handoff, admitted))
+            task = asyncio.create_task(self._serve(generate, ticket, router_id, handoff, admitted))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             async with bounded_call(context, self._max_wait_s):

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, TypeGuard, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from router.chat_messages import Message
-from router.request_body import RequestBody
+from router.request_body import RequestBody, shortened
 from serving_core.errors import InvalidRequest
 from serving_core.sampling_params import MAX_LOGIT_BIASES
 
@@ -36,8 +36,21 @@ def _whole_number(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _list_of_stops(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+def _stop_strings(value: object) -> tuple[str, ...] | None:
+    """A string or a list of strings."""
+    if value is None:
+        return None
+    right = f"a string or a list of at most {MAX_STOP_STRINGS} strings, each of 1 to {MAX_STOP_STRING_CHARS} characters"
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise ValueError(f"is {shortened(value)} but must be {right}")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"is a list of {len(stops)} items but must be {right}")
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
+            shown = f"a string of {len(stop)} characters" if isinstance(stop, str) and stop else shortened(stop)
+            raise ValueError(f"{'is' if isinstance(value, str) else 'holds'} {shown} but must be {right}")
+    return tuple(stops)
 
 
 def _false_is_none(value: object) -> object:
@@ -81,8 +94,7 @@ WholeNumber = Annotated[int, BeforeValidator(_whole_number), Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
-StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-StopList = Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)]
+StopStrings = Annotated[tuple[str, ...] | None, PlainValidator(_stop_strings)]
 LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], Field(max_length=MAX_LOGIT_BIASES)]
 
 _NOT_SERVED: Mapping[str, tuple[object, ...]] = {
@@ -141,7 +153,7 @@ class SamplingOptions(RequestBody):
     seed: WholeNumber | None = None
     min_tokens: WholeNumber | None = None
     ignore_eos: Flag | None = None
-    stop: Annotated[StopList | None, BeforeValidator(_list_of_stops)] = None
+    stop: StopStrings = None
     stop_token_ids: Annotated[tuple[WholeNumber, ...], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
 
     @property

@@ -47,6 +47,11 @@ _RIGHT_OF_TYPE = {
 """JSON's words where pydantic would use Python's."""
 
 
+def shortened(value: object) -> str:
+    """A client's value as a message may show it, however large it is."""
+    return _short.repr(value)
+
+
 async def read_checked(request: Request, schema: type[_Body]) -> _Body:
     """Read and check a request's body; a long one is checked in a thread. Raises ``InvalidRequest``."""
     content = await read_body(request)
@@ -74,7 +79,7 @@ def parse_body(content: bytes, schema: type[_Body]) -> _Body:
         value = fields.get(name)
         if value is not None and not any(type(value) is type(right) and value == right for right in neutral):
             raise InvalidRequest(
-                f"{name} is {_short.repr(value)}, but this server does not support it yet; leave it out.",
+                f"{name} is {shortened(value)}, but this server does not support it yet; leave it out.",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -95,7 +100,7 @@ def _parse_object(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"The request's body is not valid JSON: {error}.", code="invalid_json") from error
     if not isinstance(fields, dict):
-        raise InvalidRequest(f"The request's body must be a JSON object, not {_short.repr(fields)}.", code="invalid_json")
+        raise InvalidRequest(f"The request's body must be a JSON object, not {shortened(fields)}.", code="invalid_json")
     return fields
 
 
@@ -118,7 +123,7 @@ def _refuse(error: ValidationError) -> NoReturn:
         right = right.replace("Tuple should have", "a list of").replace("String should have", "a text of")
         right = right.replace("Dictionary should have", "a map of")
         right = right.partition(" after validation")[0]
-        message = f"{path} is {_short.repr(mistake['input'])} but must be {right}."
+        message = f"{path} is {shortened(mistake['input'])} but must be {right}."
     raise InvalidRequest(message, param=param, code="invalid_value") from error
 
 
@@ -130,4 +135,6 @@ def _path(location: tuple[int | str, ...]) -> str:
             path += f"[{step}]"
         elif step.isidentifier():
             path += f".{step}" if path else step
+        elif step.isdecimal():  # a token id, as the key of an object
+            path += f'["{step}"]'
     return path

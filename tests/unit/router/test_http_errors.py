@@ -95,6 +95,40 @@ async def test_bad_messages(messages: object, param: str) -> None:
     assert error_of(await make_front().chat(messages=messages), 400)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("content", "given"),
+    [
+        *((5, "is 5"), (True, "is True"), ({"text": "Hi"}, "is {'text': 'Hi'}"), (["Hi"], "has 'Hi' as part 0")),
+        ([{"type": "text", "text": "Hi"}, {"type": "image_url"}], "has {'type': 'image_url'} as part 1"),
+        ([{"type": "text", "text": 5}], "has {'text': 5, 'type': 'text'} as part 0"),
+        ([{"text": "Hi"}], "has {'text': 'Hi'} as part 0"),
+    ],
+)
+async def test_content_of_a_wrong_type_is_shown_beside_what_is_right(content: object, given: str) -> None:
+    error = error_of(await make_front().chat(messages=[{"role": "user", "content": content}]), 400)
+    right = 'a string or a list of text parts like {"type": "text", "text": "…"}'
+    assert error["message"] == f"messages[0].content {given} but must be {right}."
+
+
+@pytest.mark.parametrize(
+    ("stop", "given"),
+    [
+        *((5, "is 5"), (True, "is True"), ({"a": 1}, "is {'a': 1}"), ("", "is ''"), ([""], "holds ''"), ([5], "holds 5")),
+        *(("x" * 1025, "is a string of 1025 characters"), (["a", "x" * 1025], "holds a string of 1025 characters")),
+        *((["a"] * 17, "is a list of 17 items"), (["a", None], "holds None"), ([["a"]], "holds ['a']")),
+    ],
+)
+async def test_a_wrong_stop_is_shown_beside_what_is_right(stop: object, given: str) -> None:
+    error = error_of(await make_front().complete(stop=stop), 400)
+    right = "a string or a list of at most 16 strings, each of 1 to 1024 characters"
+    assert (error["param"], error["message"]) == ("stop", f"stop {given} but must be {right}.")
+
+
+async def test_a_wrong_bias_is_shown_with_its_token() -> None:
+    error = error_of(await make_front().complete(logit_bias={"5": "x"}), 400)
+    assert error["message"] == "logit_bias[\"5\"] is 'x' but must be a number."
+
+
 BAD_PROMPTS: list[object] = [
     *(None, 5, {}, "", [""], [], [[]], "\x06"),
     *(["ok", 5], ["ok", ""], [5, "ok"], [[1], []], [[1], "a"], [1.5], [True], [None]),
