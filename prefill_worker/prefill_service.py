@@ -14,7 +14,7 @@ import grpc.aio
 from kv_transfer.outgoing_handoff import OutgoingHandoff
 from kv_transfer.page_transport import PageSource, PageTransport
 from kv_transfer.transfer_plan import TransferPlan
-from llm_engine.engine_calls import EngineCalls, run_between_steps
+from llm_engine.engine_calls import EngineCalls, run_between_steps, wait_shielded
 from prefill_worker.commit_client import CommitClient
 from prefill_worker.handoff_counters import HandoffCounters
 from prefill_worker.prefill_phase import PrefillPhase
@@ -91,7 +91,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             async with bounded_call(context, self._max_wait_s):
-                await asyncio.shield(admitted)
+                await wait_shielded(admitted)
         except Refused as refused:
             return prefill_pb2.StartReply(refusal=convert.refusal_to_pb(refused))
         return prefill_pb2.StartReply()
