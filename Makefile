@@ -5,12 +5,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help serve test equality lint types contracts generated check format setup clean
+.PHONY: help install serve test equality lint types contracts generated check format setup clean
 
 help:
 	@echo "make serve [ARGS=\"...\"]   start a server (ARGS go to twinpool serve)"
 	@echo "make test                 every test that needs no GPU, slow ones excepted"
 	@echo "make equality             the full comparison: split = unsplit = under fire, ours = the reference"
+	@echo "make install              the environment for serving, without starting anything"
 	@echo "make setup                the environment for development; the others run it when needed"
 	@echo "make check                lint, types, import contracts, generated code"
 	@echo "make format               rewrite the code in its format"
@@ -44,6 +45,8 @@ format: $(BIN)/.dev-stamp
 	$(BIN)/ruff format .
 
 setup: $(BIN)/.dev-stamp
+
+install: $(BIN)/.runtime-stamp
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -10,7 +10,7 @@ from typing import Any
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
-from twinpool.byte_size import parse_byte_size
+from twinpool.byte_size import format_byte_size, parse_byte_size
 from twinpool.cpu_features import has_bfloat16
 
 MAX_BLOCK_SIZE = 256
@@ -104,4 +104,7 @@ def _parser_of(flag: _Flag) -> Callable[[str], Any]:
 
 
 def _help_of(flag: _Flag) -> str:
-    return flag.text if flag.default is None else f"{flag.text} (default: {flag.default})"
+    if flag.default is None:
+        return flag.text
+    default = format_byte_size(flag.default) if flag.parse is parse_byte_size else flag.default
+    return f"{flag.text} (default: {default})"
