@@ -21,6 +21,8 @@ from serving_core.sampling_params import MAX_LOGIT_BIASES
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_NUMBER_DIGITS = 40
+"""Of a whole number: the messages of those who check its range repeat it in full."""
 MAX_CHOICES = 128
 """Answers to one request, over all its prompts. Each is a sequence of its own on the workers."""
 
@@ -33,7 +35,10 @@ Prompt = str | tuple[int, ...]
 
 
 def _whole_number(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(number, int) and abs(number) >= 10**MAX_NUMBER_DIGITS:
+        raise ValueError(f"is {shortened(value)} but must be a whole number of at most {MAX_NUMBER_DIGITS} digits")
+    return number
 
 
 def _stop_strings(value: object) -> tuple[str, ...] | None:
@@ -62,14 +67,16 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of token ids, or a list of either that is not empty")
+        right = "a string, a list of token ids, or a list of either that is not empty"
+        raise ValueError(f"is {shortened(value)} but must be {right}")
     if _is_all(value, str):
         return tuple(value)
     if _is_all(value, int):
         return (tuple(value),)
     if _is_all(value, list) and all(prompt and _is_all(prompt, int) for prompt in value):
         return tuple(map(tuple, value))
-    raise ValueError("must hold only strings, only token ids, or only lists of token ids, none of them empty")
+    right = "only strings, only token ids, or only lists of token ids, none of them empty"
+    raise ValueError(f"is {shortened(value)} but must hold {right}")
 
 
 def _is_all(items: list[object], kind: type[_T]) -> TypeGuard[list[_T]]:
@@ -95,7 +102,9 @@ Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 StopStrings = Annotated[tuple[str, ...] | None, PlainValidator(_stop_strings)]
-LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], Field(max_length=MAX_LOGIT_BIASES)]
+Bias = Annotated[Number, Field(ge=-100, le=100)]
+"""Its range is checked here, where a mistake still has its token's id beside it."""
+LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Bias], Field(max_length=MAX_LOGIT_BIASES)]
 
 _NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),

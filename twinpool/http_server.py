@@ -64,6 +64,7 @@ class HttpServer:
             http=partial(HttpConnection, request_timeout_s=request_timeout_s),  # type: ignore[arg-type]  # it calls it, no more
             ws="none",
             log_config=None,
+            log_level="error",  # its warnings are about what strangers send, as often as they like
             access_log=False,
             lifespan="off",
             timeout_keep_alive=keep_alive_s,

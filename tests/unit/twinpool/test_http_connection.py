@@ -86,7 +86,7 @@ async def error_of(reader: asyncio.StreamReader, status: int) -> dict[str, Any]:
     assert await reader.read() == b""
     error: dict[str, Any] = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == ("invalid_request_error" if status < 500 else "overloaded_error")
     return error
 
 
@@ -195,6 +195,59 @@ async def test_a_pause_between_two_requests_is_no_slow_request() -> None:
             writer.write(sent)
             assert (await answer_of(reader))[0] == 200
             await asyncio.sleep(2 * SHORT)
+
+
+@pytest.mark.parametrize("part", [GOOD[:-2], HEAD + b"content-length: 5\r\n\r\n1234"])
+async def test_a_request_that_came_behind_another_one_is_given_up(part: bytes) -> None:
+    async with client(request_timeout_s=SHORT) as (reader, writer):
+        writer.write(GOOD + part)
+        assert (await answer_of(reader))[0] == 200
+        assert (await error_of(reader, 408))["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize(
+    ("part", "rest"), [(GOOD[:-2], GOOD[-2:]), (HEAD + b"content-length: 5\r\n\r\n1234", b"5")], ids=["head", "body"]
+)
+async def test_a_request_in_one_packet_with_the_end_of_the_one_before_has_its_own_time(part: bytes, rest: bytes) -> None:
+    async with client(request_timeout_s=1.5) as (reader, writer):
+        # 1. a request is answered before its body is whole
+        writer.write(HEAD.replace(b"/read", b"/unread") + b"content-length: 5\r\n\r\n1234")
+        assert (await answer_of(reader))[0] == 200
+        # 2. late, the end of the body comes, and a part of the next request with it
+        await asyncio.sleep(1.0)
+        writer.write(b"5" + part)
+        # 3. the rest of that comes when the first one's time is over
+        await asyncio.sleep(1.0)
+        writer.write(rest)
+        assert (await answer_of(reader))[0] == 200
+
+
+@pytest.mark.parametrize("part", [GOOD[:-2], HEAD + b"content-length: 5\r\n\r\n1234"])
+async def test_a_server_that_stops_does_not_wait_for_the_rest_of_a_request(
+    part: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = listen("127.0.0.1", 0)
+    server = HttpServer(app, listener)
+    running = asyncio.create_task(server.run())
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(GOOD + part)
+        assert (await answer_of(reader))[0] == 200
+        server.finish()
+        assert (await error_of(reader, 503))["message"] == "The request was not complete when the server stopped."
+        writer.close()
+        await running
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "sent", [b"this is no request\r\n\r\n", GOOD[:-2] + b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n"]
+)
+async def test_strangers_cannot_fill_the_log(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with client() as (reader, writer):
+        writer.write(sent)
+        assert (await reader.read()).startswith(b"HTTP/1.1 ")
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("sent", [b"", GOOD])
