@@ -27,6 +27,7 @@ _ANSWER_TIMEOUT_S = 5.0
 _REQUEST_TIMEOUT_S = 10
 _JOIN_TIMEOUT_S = 60.0
 """A cluster that answers lets us in within seconds, unless it stops answering meanwhile."""
+_TOKEN_FILE = "~/.ray/auth_token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,20 +83,22 @@ class JoinedCluster:
 
     def _join(self, num_workers: int) -> _Membership:
         # Ray reads these when it is imported
-        if os.environ.get("RAY_AUTH_TOKEN"):
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", str(_REQUEST_TIMEOUT_S))
-        os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
+        os.environ.update(
+            RAY_USAGE_STATS_ENABLED="0",
+            RAY_DEDUP_LOGS="0",
+            RAY_DISABLE_FAILURE_SIGNAL_HANDLER="1",  # its handler of SIGTERM would replace ours
+        )
         import ray
 
         address = self._find()
-        _check_answers(address, self._name(address))
+        _prepare_token(address, self._name(address))
         try:
             context: Any = ray.init(address=self._address, log_to_driver=True, logging_level=40)
         except ConnectionError as error:
             raise TwinpoolError(
                 f"the Ray cluster at {address} does not let us in: this machine must be one of its nodes (make it one with "
-                f"'ray start --address={address}'), and RAY_AUTH_TOKEN must be the cluster's token where it has one"
+                f"'ray start --address={address}')"
             ) from error
         except RuntimeError as error:  # other versions of Ray or Python over there
             raise TwinpoolError(f"{self._name(address)} cannot be joined: {' '.join(str(error).split())}") from error
@@ -139,20 +142,58 @@ class JoinedCluster:
             ray.shutdown()
 
 
-def _check_answers(address: str, name: str) -> None:
-    """Raises ``TwinpoolError`` when nothing of Ray's listens at ``address``. Ray itself would try for minutes."""
+def _prepare_token(address: str, name: str) -> None:
+    """Have Ray send its token if the cluster asks for one, and else none. Raises ``TwinpoolError`` when the two do not agree,
+    or when nothing of Ray's answers at ``address``. Ray itself would try for minutes."""
+    from ray._raylet import Config  # type: ignore[attr-defined]
+
     with grpc.insecure_channel(f"dns:///{address}", options=[("grpc.enable_http_proxy", 0)]) as channel:
-        get_cluster_id: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
-            "/ray.rpc.NodeInfoGcsService/GetClusterId"
-        )
-        try:
-            get_cluster_id(b"", timeout=_ANSWER_TIMEOUT_S)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                return  # it is Ray, and wants the token
-            is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            why = f"it said nothing for {_ANSWER_TIMEOUT_S:g} s" if is_silent else error.details()
-            raise TwinpoolError(f"no Ray cluster answers at {name}: {why}") from error
+        if _is_let_in(channel, name, {}):
+            if (source := _token_source()) != _TOKEN_FILE:
+                raise TwinpoolError(
+                    f"{name} asks for no token, but {source} is set: unset it, or start the cluster with the same token"
+                )
+            os.environ["RAY_AUTH_MODE"] = "disabled"
+        else:
+            if not (header := _token_header()):
+                raise TwinpoolError(
+                    f"{name} asks for a token and {_token_source()} has none: set RAY_AUTH_TOKEN to the cluster's"
+                )
+            if not _is_let_in(channel, name, header):
+                raise TwinpoolError(f"{name} refuses the token of {_token_source()}: set RAY_AUTH_TOKEN to the cluster's")
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+    Config.initialize("")  # or Ray would keep to what it read when it was imported
+
+
+def _is_let_in(channel: grpc.Channel, name: str, header: Mapping[str, str]) -> bool:
+    """Whether Ray answers what comes with ``header``, rather than asking for another token."""
+    get_cluster_id: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+    try:
+        get_cluster_id(b"", timeout=_ANSWER_TIMEOUT_S, metadata=tuple(header.items()))
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            return False
+        is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        why = f"it said nothing for {_ANSWER_TIMEOUT_S:g} s" if is_silent else error.details()
+        raise TwinpoolError(f"no Ray cluster answers at {name}: {why}") from error
+    return True
+
+
+def _token_header() -> Mapping[str, str]:
+    """Ray's token as Ray sends it; empty when there is none."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+    from ray.exceptions import AuthenticationError
+
+    try:
+        header: Mapping[str, str] = AuthenticationTokenLoader.instance().get_token_for_http_header(ignore_auth_mode=True)
+    except AuthenticationError:  # RAY_AUTH_TOKEN_PATH leads nowhere
+        return {}
+    return header
+
+
+def _token_source() -> str:
+    """Where Ray looks for its token."""
+    return next((name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)), _TOKEN_FILE)
 
 
 def _find_raylet(socket_name: str) -> int | None:

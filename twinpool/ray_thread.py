@@ -1,7 +1,8 @@
 """The one thread that makes every blocking call of Ray's.
 
 Ray ties the processes it starts to the thread that started them: when that thread ends, the kernel kills them. So this one
-lives until the cluster is left. It also keeps Ray from replacing our signal handlers.
+lives until the cluster is left. It also keeps Ray's Python from replacing our signal handlers; what keeps
+Ray's C++ from it is RAY_DISABLE_FAILURE_SIGNAL_HANDLER, set before Ray is imported.
 """
 
 from __future__ import annotations

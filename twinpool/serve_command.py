@@ -39,7 +39,6 @@ def serve_command(flags: argparse.Namespace) -> int:
         check_memory(specs, model, available_memory_bytes())
     with listen(config.host, config.port) as listener:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         # Ray starts processes while the router's gRPC threads run; none of them uses gRPC before it has become another program
         os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # broken connections are ours to report

@@ -81,7 +81,7 @@ class Server:
         )
         starting_cluster = asyncio.create_task(self._cluster.start(num_workers=len(roles)))
         serving_http = asyncio.create_task(http.run())
-        working = asyncio.create_task(self._run_workers(router, pools, starting_cluster, signals))
+        working = asyncio.create_task(self._run_workers(router, pools, starting_cluster))
         asked_to_finish = asyncio.create_task(signals.finish.wait())
         losing_ray = asyncio.create_task(self._cluster.wait_lost())
         async with AsyncExitStack() as stack:  # from its end to its beginning, each step whether or not another one fails
@@ -96,8 +96,9 @@ class Server:
             await asyncio.wait({serving_http, working, asked_to_finish, losing_ray}, return_when=asyncio.FIRST_COMPLETED)
             if losing_ray.done():
                 working.cancel()
+                signals.finish.set()
                 _log.error("%s, so that no worker can be started any more: the server ends", losing_ray.result())
-            if losing_ray.done() or signals.finish.is_set():
+            if signals.finish.is_set():
                 await _drain(router, signals)
 
     def _make_router(self) -> Router:
@@ -114,13 +115,10 @@ class Server:
             admin_key=self._config.admin_key,
         )
 
-    async def _run_workers(
-        self, router: Router, pools: WorkerPools, starting_cluster: asyncio.Task[WorkerPlaces], signals: StopSignals
-    ) -> None:
+    async def _run_workers(self, router: Router, pools: WorkerPools, starting_cluster: asyncio.Task[WorkerPlaces]) -> None:
         """Start the workers, then watch them until cancelled."""
         began_at = time.monotonic()
         places = await starting_cluster
-        signals.install()  # Ray has its own by now, which print a stack trace
         if places.num_cores is not None:
             self._core_plan = plan_node_cores(self._config, places.num_cores)
         link_address = await router.start_link(places.host)

@@ -45,6 +45,25 @@ async def test_a_killed_process_of_rays(tmp_path: Path, name: str) -> None:
         server.kill()
 
 
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_process_of_rays_that_is_killed_while_ray_starts(tmp_path: Path, name: str) -> None:
+    server = ServerProcess((), tmp_path / "log")
+    try:
+        wait_until(
+            lambda: any(_is_called("raylet", process) for process in server.remember_family()), 30, "the raylet to start"
+        )
+        killed = process_of(server, name)
+        killed.kill()
+        assert server.process.wait(40) == 1
+        wait_until(lambda: not server.survivors(), 5, "every process to be gone")
+        assert not server.temp_files()
+        words = server.log.read_text()
+        assert words.count(f"Ray's {name} (process {killed.pid}) has ended") == 1
+        assert "Traceback" not in words
+    finally:
+        server.kill()
+
+
 def test_a_second_signal_does_not_wait_for_a_frozen_ray(tmp_path: Path) -> None:
     with serving(tmp_path / "log", "--colocated") as server:
         for name in ("raylet", "gcs_server"):
@@ -58,5 +77,12 @@ def test_a_second_signal_does_not_wait_for_a_frozen_ray(tmp_path: Path) -> None:
 
 
 def process_of(server: ServerProcess, name: str) -> psutil.Process:
-    (process,) = (process for process in server.remember_family() if process.name() == name)
+    (process,) = (process for process in server.remember_family() if _is_called(name, process))
     return process
+
+
+def _is_called(name: str, process: psutil.Process) -> bool:
+    try:
+        return process.name() == name
+    except psutil.NoSuchProcess:  # Ray starts some for a moment only
+        return False

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,6 +44,43 @@ async def test_a_process_that_is_gone_before_it_is_watched(process: subprocess.P
     loss.watch_process("raylet", process.pid)
     async with asyncio.timeout(TIMEOUT_S):
         assert await loss.wait() == f"Ray's raylet (process {process.pid}) has ended"
+
+
+def start(*command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command)
+
+
+async def test_a_child_that_starts_later_and_ends() -> None:
+    loss = RayLoss()
+    loss.watch_children(("sleep",))
+    waiting = asyncio.create_task(loss.wait())
+    unnamed = start("true")
+    child = start("sleep", "60")
+    assert await is_still_waiting(waiting)
+    child.kill()
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await waiting == f"Ray's sleep (process {child.pid}) has ended"
+    loss.end()
+    assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+    unnamed.wait()
+    child.wait()
+
+
+async def test_a_kernel_that_lets_no_process_be_watched(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(pid: int) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    loss = RayLoss()
+    loss.watch_process("raylet", process.pid)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning == (
+        f"Ray's raylet (process {process.pid}) cannot be watched, and its end will not be noticed: "
+        "[Errno 1] Operation not permitted"
+    )
+    loss.end()
 
 
 async def test_after_the_end_nothing_is_noticed(process: subprocess.Popen[bytes]) -> None:

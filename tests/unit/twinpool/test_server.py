@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -164,6 +166,20 @@ async def test_the_loss_of_ray_ends_the_server_with_one_sentence(
     assert not cluster.is_stopped
     (error,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
     assert error == "Ray's raylet has ended, so that no worker can be started any more: the server ends"
+
+
+async def test_one_signal_ends_the_drain_after_the_loss_of_ray(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], cluster: AbsentCluster
+) -> None:
+    async def never(self: Router) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(Router, "wait_idle", never)
+    cluster.loss.set()
+    async with asyncio.timeout(server_module.DRAIN_TIMEOUT_S / 2):
+        await make_server().run()
+    assert cluster.is_abandoned
 
 
 @pytest.mark.parametrize(
