@@ -5,12 +5,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help serve test equality lint types contracts generated check format setup clean
+.PHONY: help install serve test equality lint types contracts generated check format setup clean
 
 help:
 	@echo "make serve [ARGS=\"...\"]   start a server (ARGS go to twinpool serve)"
 	@echo "make test                 every test that needs no GPU, slow ones excepted"
-	@echo "make equality             the full comparison: split = unsplit, ours = the reference"
+	@echo "make equality             the full comparison: split = unsplit = under fire, ours = the reference"
+	@echo "make install              the environment for serving, without starting anything"
 	@echo "make setup                the environment for development; the others run it when needed"
 	@echo "make check                lint, types, import contracts, generated code"
 	@echo "make format               rewrite the code in its format"
@@ -22,7 +23,7 @@ test: $(BIN)/.dev-stamp
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
 equality: $(BIN)/.dev-stamp
-	$(BIN)/python -m pytest -m slow tests/integration --timeout 7200 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow tests/integration tests/e2e/test_equality_under_fire.py --timeout 7200 $(PYTEST_ARGS)
 
 lint: $(BIN)/.dev-stamp
 	$(BIN)/ruff check .
@@ -45,11 +46,14 @@ format: $(BIN)/.dev-stamp
 
 setup: $(BIN)/.dev-stamp
 
+install: $(BIN)/.runtime-stamp
+
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Twinpool needs Python 3.11 or later, but $(PYTHON) is %d.%d: make PYTHON=..." % v[:2])'
+	@echo "setting up .venv, once; this takes a minute or two"
 	$(PYTHON) -m venv .venv
 
 $(BIN)/.runtime-stamp: pyproject.toml constraints.txt | $(BIN)/python

@@ -11,7 +11,6 @@ import grpc.aio
 from decode_worker.decode_phase import DecodePhase
 from llm_engine.engine_calls import EngineCalls, run_between_steps
 from serving_core.errors import RefusalCode, Refused
-from serving_core.ids import RouterId
 from serving_core.rpc import convert
 from serving_core.rpc.bounded_call import bounded_call
 from serving_core.rpc.v1 import decode_pb2, decode_pb2_grpc
@@ -49,6 +48,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     async def _reserve(self, message: decode_pb2.ReserveRequest) -> TransferTicket | Refused:
         request = convert.request_from_pb(message.request)
+        router_id = convert.router_id_from_pb(message.router_id)
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[TransferTicket | Refused] = loop.create_future()
 
@@ -56,7 +56,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             with suppress(RuntimeError):  # the event loop has closed: the caller is gone, and so will be its lease
                 loop.call_soon_threadsafe(_set_once, answered, answer)
 
-        router_id = RouterId(message.router_id)
         try:
             async with asyncio.timeout(self._max_wait_s):
                 await run_between_steps(

@@ -19,4 +19,15 @@ class EngineCalls(Protocol):
 
 async def run_between_steps(calls: EngineCalls, fn: Callable[[], T]) -> T:
     """The result of ``fn``, run on the engine thread. It is run even if the waiter is cancelled meanwhile."""
-    return await asyncio.shield(asyncio.wrap_future(calls.call(fn)))
+    return await wait_shielded(asyncio.wrap_future(calls.call(fn)))
+
+
+async def wait_shielded(result: asyncio.Future[T]) -> T:
+    """Like ``asyncio.shield``, without its complaint about an error that comes when the waiter has left."""
+    result.add_done_callback(_retrieve)
+    return await asyncio.shield(result)
+
+
+def _retrieve(result: asyncio.Future[T]) -> None:
+    if not result.cancelled():
+        result.exception()

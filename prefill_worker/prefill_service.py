@@ -14,7 +14,7 @@ import grpc.aio
 from kv_transfer.outgoing_handoff import OutgoingHandoff
 from kv_transfer.page_transport import PageSource, PageTransport
 from kv_transfer.transfer_plan import TransferPlan
-from llm_engine.engine_calls import EngineCalls, run_between_steps
+from llm_engine.engine_calls import EngineCalls, run_between_steps, wait_shielded
 from prefill_worker.commit_client import CommitClient
 from prefill_worker.handoff_counters import HandoffCounters
 from prefill_worker.prefill_phase import PrefillPhase
@@ -83,14 +83,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         try:
             generate = convert.request_from_pb(request.request)
             ticket = convert.ticket_from_pb(request.ticket)
+            router_id = convert.router_id_from_pb(request.router_id)
             handoff = None if self._phase.is_local(ticket) else self._make_handoff(ticket)
             admitted = asyncio.get_running_loop().create_future()
             # A task of its own: once the phase has the hand-off somebody has to run it, even if the caller has gone by then.
-            task = asyncio.create_task(self._serve(generate, ticket, RouterId(request.router_id), handoff, admitted))
+            task = asyncio.create_task(self._serve(generate, ticket, router_id, handoff, admitted))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             async with bounded_call(context, self._max_wait_s):
-                await asyncio.shield(admitted)
+                await wait_shielded(admitted)
         except Refused as refused:
             return prefill_pb2.StartReply(refusal=convert.refusal_to_pb(refused))
         return prefill_pb2.StartReply()

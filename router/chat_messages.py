@@ -8,19 +8,20 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from router.chat_template import ChatMessage
+from router.request_body import shortened
 
 
 def _joined_text_parts(value: object) -> object:
     """Content given as parts becomes one string; the parts follow each other without a separator."""
-    if not isinstance(value, list):
+    if value is None or isinstance(value, str):
         return value
+    right = 'a string or a list of text parts like {"type": "text", "text": "…"}'
+    if not isinstance(value, list):
+        raise ValueError(f"is {shortened(value)} but must be {right}")
     texts: list[str] = []
     for number, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"must be text: part {number} is of type {str(kind)[:40]!r}")
-        if not isinstance(part.get("text"), str):
-            raise ValueError(f"must be text: part {number} has no string under 'text'")
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"has {shortened(part)} as part {number} but must be {right}")
         texts.append(part["text"])
     return "".join(texts)
 

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from router.request_body import shortened, what_is_right
 from serving_core.errors import InvalidRequest, NoCapacity, TwinpoolError, WorkerLost
 
 _STATUS_OF_CODE = {"model_not_found": 404, "request_too_large": 413}
@@ -76,6 +77,6 @@ def _own_error(error: TwinpoolError) -> HttpError:
 
 def _invalid_parameter(error: RequestValidationError) -> HttpError:
     mistake = error.errors()[0]
-    location = [str(step) for step in mistake["loc"]]
-    param = location[-1] if location else None
-    return HttpError(status=422, message=f"{param or 'The request'}: {mistake['msg']}.", param=param, code="invalid_value")
+    param = str(mistake["loc"][-1])
+    message = f"{param} is {shortened(mistake['input'])} but must be {what_is_right(mistake)}."
+    return HttpError(status=400, message=message, param=param, code="invalid_value")

@@ -14,13 +14,15 @@ from typing import Annotated, ClassVar, TypeGuard, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from router.chat_messages import Message
-from router.request_body import RequestBody
+from router.request_body import RequestBody, shortened
 from serving_core.errors import InvalidRequest
 from serving_core.sampling_params import MAX_LOGIT_BIASES
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_NUMBER_DIGITS = 40
+"""Of a whole number: the messages of those who check its range repeat it in full."""
 MAX_CHOICES = 128
 """Answers to one request, over all its prompts. Each is a sequence of its own on the workers."""
 
@@ -33,11 +35,27 @@ Prompt = str | tuple[int, ...]
 
 
 def _whole_number(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(number, int) and abs(number) >= 10**MAX_NUMBER_DIGITS:
+        raise ValueError(f"is {shortened(value)} but must be a whole number of at most {MAX_NUMBER_DIGITS} digits")
+    return number
 
 
-def _list_of_stops(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+def _stop_strings(value: object) -> tuple[str, ...] | None:
+    """A string or a list of strings."""
+    if value is None:
+        return None
+    right = f"a string or a list of at most {MAX_STOP_STRINGS} strings, each of 1 to {MAX_STOP_STRING_CHARS} characters"
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise ValueError(f"is {shortened(value)} but must be {right}")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"is a list of {len(stops)} items but must be {right}")
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
+            shown = f"a string of {len(stop)} characters" if isinstance(stop, str) and stop else shortened(stop)
+            raise ValueError(f"{'is' if isinstance(value, str) else 'holds'} {shown} but must be {right}")
+    return tuple(stops)
 
 
 def _false_is_none(value: object) -> object:
@@ -49,14 +67,16 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of token ids, or a list of either that is not empty")
+        right = "a string, a list of token ids, or a list of either that is not empty"
+        raise ValueError(f"is {shortened(value)} but must be {right}")
     if _is_all(value, str):
         return tuple(value)
     if _is_all(value, int):
         return (tuple(value),)
     if _is_all(value, list) and all(prompt and _is_all(prompt, int) for prompt in value):
         return tuple(map(tuple, value))
-    raise ValueError("must hold only strings, only token ids, or only lists of token ids, none of them empty")
+    right = "only strings, only token ids, or only lists of token ids, none of them empty"
+    raise ValueError(f"is {shortened(value)} but must hold {right}")
 
 
 def _is_all(items: list[object], kind: type[_T]) -> TypeGuard[list[_T]]:
@@ -81,9 +101,10 @@ WholeNumber = Annotated[int, BeforeValidator(_whole_number), Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
-StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-StopList = Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)]
-LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], Field(max_length=MAX_LOGIT_BIASES)]
+StopStrings = Annotated[tuple[str, ...] | None, PlainValidator(_stop_strings)]
+Bias = Annotated[Number, Field(ge=-100, le=100)]
+"""Its range is checked here, where a mistake still has its token's id beside it."""
+LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Bias], Field(max_length=MAX_LOGIT_BIASES)]
 
 _NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -141,7 +162,7 @@ class SamplingOptions(RequestBody):
     seed: WholeNumber | None = None
     min_tokens: WholeNumber | None = None
     ignore_eos: Flag | None = None
-    stop: Annotated[StopList | None, BeforeValidator(_list_of_stops)] = None
+    stop: StopStrings = None
     stop_token_ids: Annotated[tuple[WholeNumber, ...], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
 
     @property

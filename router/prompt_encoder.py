@@ -13,6 +13,7 @@ from typing import TypeVar
 from router.chat_messages import Message
 from router.chat_template import ChatTemplate
 from router.openai_schemas import Prompt
+from router.request_body import shortened
 from router.tokenizer import Tokenizer
 from serving_core.errors import InvalidRequest
 
@@ -46,7 +47,7 @@ class PromptEncoder:
             if not isinstance(prompt, str):
                 return self._checked(prompt, param)
             self._check_not_hopeless(prompt, param, max_model_len)
-            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return self._tokenised(prompt, param, add_special_tokens)
 
         token_ids = await _run(encode, in_thread=is_long)
         if not token_ids:
@@ -68,10 +69,10 @@ class PromptEncoder:
             text = _cut_after_last(text, messages[-1].content or "")
         return await self.encode(text, param="messages", add_special_tokens=False)
 
-    async def encode_any(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def encode_any(self, text: str, *, param: str, add_special_tokens: bool) -> tuple[int, ...]:
         """The ids of a text, be it empty or longer than the window. Raises ``InvalidRequest`` for text that is not Unicode."""
         return await _run(
-            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens),
+            lambda: self._tokenised(text, param, add_special_tokens),
             in_thread=len(text) > _MAX_CHARS_ON_LOOP,
         )
 
@@ -93,12 +94,18 @@ class PromptEncoder:
             in_thread=num_chars > _MAX_CHARS_ON_LOOP or len(messages) > _MAX_MESSAGES_ON_LOOP,
         )
 
+    def _tokenised(self, text: str, param: str, add_special_tokens: bool) -> tuple[int, ...]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), param=param, code="invalid_value") from error
+
     def _checked(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
         lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
         if lowest < 0 or highest >= self._tokenizer.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise InvalidRequest(
-                f"{param} holds the token id {wrong}, but must hold ids from 0 to {self._tokenizer.vocab_size - 1}.",
+                f"{param} holds the token id {shortened(wrong)}, but must hold ids from 0 to {self._tokenizer.vocab_size - 1}.",
                 param=param,
                 code="invalid_value",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -31,20 +32,47 @@ class RequestBody(BaseModel):
 
 
 _Body = TypeVar("_Body", bound=RequestBody)
-_short = reprlib.Repr()
+
+
+class _Short(reprlib.Repr):
+    """With JSON's names for what Python calls None, True and False."""
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802  # reprlib goes by the name of the type
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+
+_short = _Short()
 _short.maxstring = _short.maxother = 60
 _short.maxlevel = 2
 
 _RIGHT_OF_TYPE = {
     "int_type": "a whole number",
     "float_type": "a number",
+    "int_parsing": "a whole number",
     "bool_type": "true or false",
+    "bool_parsing": "true or false",
     "string_type": "a string",
     "tuple_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
 }
 """JSON's words where pydantic would use Python's."""
+
+
+def shortened(value: object) -> str:
+    """A client's value as a message may show it, however large it is."""
+    return _short.repr(value)
+
+
+def what_is_right(mistake: Mapping[str, Any]) -> str:
+    """The end of a message about one of pydantic's mistakes: what the value must be."""
+    right = _RIGHT_OF_TYPE.get(mistake["type"]) or mistake["msg"].removeprefix("Input should be ")
+    right = right.replace("Tuple should have", "a list of").replace("String should have", "a text of")
+    right = right.replace("Dictionary should have", "a map of")
+    return str(right.partition(" after validation")[0])
 
 
 async def read_checked(request: Request, schema: type[_Body]) -> _Body:
@@ -74,7 +102,7 @@ def parse_body(content: bytes, schema: type[_Body]) -> _Body:
         value = fields.get(name)
         if value is not None and not any(type(value) is type(right) and value == right for right in neutral):
             raise InvalidRequest(
-                f"{name} is {_short.repr(value)}, but this server does not support it yet; leave it out.",
+                f"{name} is {shortened(value)}, but this server does not support it yet; leave it out.",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -92,15 +120,18 @@ def _parse_object(content: bytes) -> dict[str, Any]:
         )
     try:
         fields = json.loads(content, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The request's body is not valid JSON: {error}.", code="invalid_json") from error
+    except ValueError as error:  # the interpreter's own limit
+        message = f"The request's body holds a whole number of more than {sys.get_int_max_str_digits()} digits."
+        raise InvalidRequest(message, code="invalid_json") from error
     if not isinstance(fields, dict):
-        raise InvalidRequest(f"The request's body must be a JSON object, not {_short.repr(fields)}.", code="invalid_json")
+        raise InvalidRequest(f"The request's body must be a JSON object, not {shortened(fields)}.", code="invalid_json")
     return fields
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
+    raise InvalidRequest(f"The request's body is not valid JSON: {name} is not a number in JSON.", code="invalid_json")
 
 
 def _refuse(error: ValidationError) -> NoReturn:
@@ -114,11 +145,7 @@ def _refuse(error: ValidationError) -> NoReturn:
     elif mistake["type"] == "value_error":
         message = f"{path} {mistake['ctx']['error']}."
     else:
-        right = _RIGHT_OF_TYPE.get(mistake["type"]) or mistake["msg"].removeprefix("Input should be ")
-        right = right.replace("Tuple should have", "a list of").replace("String should have", "a text of")
-        right = right.replace("Dictionary should have", "a map of")
-        right = right.partition(" after validation")[0]
-        message = f"{path} is {_short.repr(mistake['input'])} but must be {right}."
+        message = f"{path} is {shortened(mistake['input'])} but must be {what_is_right(mistake)}."
     raise InvalidRequest(message, param=param, code="invalid_value") from error
 
 
@@ -130,4 +157,6 @@ def _path(location: tuple[int | str, ...]) -> str:
             path += f"[{step}]"
         elif step.isidentifier():
             path += f".{step}" if path else step
+        elif step.isdecimal():  # a token id, as the key of an object
+            path += f'["{step}"]'
     return path

@@ -25,10 +25,11 @@ def make_token_routes(
         check_model(body.model)
         if body.messages is not None:  # the template writes the special tokens itself
             text = await prompts.render(body.messages, add_generation_prompt=body.add_generation_prompt is not False)
-            token_ids = await prompts.encode_any(text, add_special_tokens=bool(body.add_special_tokens))
+            add_special_tokens = bool(body.add_special_tokens)
+            token_ids = await prompts.encode_any(text, param="messages", add_special_tokens=add_special_tokens)
         else:
             add_special_tokens = body.add_special_tokens is not False
-            token_ids = await prompts.encode_any(body.prompt or "", add_special_tokens=add_special_tokens)
+            token_ids = await prompts.encode_any(body.prompt or "", param="prompt", add_special_tokens=add_special_tokens)
         return await _json({"tokens": token_ids, "count": len(token_ids), "max_model_len": max_model_len()})
 
     @routes.post("/detokenize")

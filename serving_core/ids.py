@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType
 
+from serving_core.errors import BrokenContract
+
+MAX_ID_CHARS = 256
+
 RequestId = NewType("RequestId", str)
 """One client request. Made by the router; a client's own X-Request-Id is echoed, never used as a key."""
 
@@ -31,5 +35,16 @@ class SequenceKey:
     request_id: RequestId
     choice_index: int = 0
 
+    def __post_init__(self) -> None:
+        check_id("request id", self.request_id)
+
     def __str__(self) -> str:
         return f"{self.request_id}/{self.choice_index}"
+
+
+def check_id(what: str, value: str) -> None:
+    """Raises ``BrokenContract`` for an id that is empty or longer than any of ours."""
+    if not value:
+        raise BrokenContract(f"the {what} is empty")
+    if len(value) > MAX_ID_CHARS:
+        raise BrokenContract(f"the {what} has {len(value)} characters but may have at most {MAX_ID_CHARS}")

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
-from serving_core.ids import Incarnation, WorkerId
+from serving_core.errors import BrokenContract
+from serving_core.ids import Incarnation, WorkerId, check_id
 from serving_core.kv_page_layout import KVPageLayout
+from serving_core.peer_address import check_address
+
+_METRIC_KINDS = ("counter", "gauge", "histogram")
+_METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL_NAME = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class PhaseName(enum.Enum):
@@ -40,6 +47,8 @@ class WorkerHello:
     between the phases once a transfer plan exists. ``prefill_arithmetic`` and ``decode_arithmetic`` name the kernels and the
     form of the weights that each phase computes with, empty for one that is not mounted: equal in all workers of a phase, since
     only then does one go on with the bits of another. ``max_prefill_tokens_per_step`` bounds one step's prompt tokens.
+
+    Invariants: ids are not empty, there is a phase and a process, and every number is at least 1.
     """
 
     worker_id: WorkerId
@@ -59,6 +68,17 @@ class WorkerHello:
     max_num_seqs: int
     max_prefill_tokens_per_step: int
 
+    def __post_init__(self) -> None:
+        check_id("worker's id", self.worker_id)
+        check_id("worker's incarnation", self.incarnation)
+        check_address(self.address)
+        if not self.phases or not self.pids:
+            raise BrokenContract(f"worker {self.worker_id} has {len(self.phases)} phases and {len(self.pids)} processes")
+        counts = ("tensor_parallel_size", "num_pages", "max_model_len", "max_num_seqs", "max_prefill_tokens_per_step")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise BrokenContract(f"{name} of worker {self.worker_id} is {getattr(self, name)} but must be at least 1")
+
     @property
     def role(self) -> Role:
         return Role.of(self.phases)
@@ -70,11 +90,16 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSample:
-    """One Prometheus sample without the labels the router adds (model_name, role, worker)."""
+    """One Prometheus sample without the labels the router adds (model_name, role, worker). Its names are Prometheus' words."""
 
     name: str
     labels: tuple[tuple[str, str], ...]
     value: float
+
+    def __post_init__(self) -> None:
+        _check_word("metric", _METRIC_NAME, self.name)
+        for label, _ in self.labels:
+            _check_word("label", _LABEL_NAME, label)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +111,11 @@ class MetricFamily:
     kind: str
     samples: tuple[MetricSample, ...]
 
+    def __post_init__(self) -> None:
+        _check_word("metric", _METRIC_NAME, self.name)
+        if self.kind not in _METRIC_KINDS:
+            raise BrokenContract(f"metric {self.name} is of kind {self.kind[:40]!r} but must be of {', '.join(_METRIC_KINDS)}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
@@ -95,3 +125,8 @@ class WorkerStatus:
     num_waiting: int
     is_draining: bool
     metrics: tuple[MetricFamily, ...] = ()
+
+
+def _check_word(what: str, pattern: re.Pattern[str], word: str) -> None:
+    if not pattern.fullmatch(word):
+        raise BrokenContract(f"a {what} has the name {word[:40]!r}, which Prometheus does not allow")

@@ -4,6 +4,7 @@ missing or late shows in the answer; hand-offs that tests deliver by hand, in wh
 from __future__ import annotations
 
 import struct
+import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -258,7 +259,7 @@ class DecodeSide:
 
     def _new_id(self) -> ReservationId:
         self._num_ids += 1
-        return ReservationId(f"{self._incarnation}-{self._num_ids}")
+        return ReservationId(uuid.uuid5(uuid.NAMESPACE_OID, f"{self._incarnation}-{self._num_ids}").hex)
 
     def ask(self, request: GenerateRequest, attempt: int = 1, *, num_evictions: int = 0) -> list[TransferTicket | Refused]:
         """Reserve; the list gets the answers as they come."""

@@ -32,7 +32,8 @@ def get_admin_json(url: str, path: str, *, admin_key: str | None) -> dict[str, A
         raise TwinpoolError(f"{url} answered {error.code} to {path}{hint}") from error
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
-        raise TwinpoolError(f"no server answers at {url}: {reason}") from error
+        why = getattr(reason, "strerror", None) or reason
+        raise TwinpoolError(f"no server answers at {url}: {why}") from error
     except ValueError as error:
         raise TwinpoolError(f"{url} is no Twinpool server: {path} holds no JSON") from error
     if not isinstance(answer, dict):

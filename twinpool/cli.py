@@ -19,6 +19,8 @@ from twinpool.status_flags import add_status_flags
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
+_LIKENESS = 0.65  # of two flags, from 0 to 1: below it the one is no slip of the pen for the other
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports a mistake in one sentence instead of the whole usage text."""
@@ -74,7 +76,7 @@ def _parse_with_config(path: Path, argv: list[str]) -> argparse.Namespace:
     try:
         file = read_config_file(path, flags=known)
     except UnknownKey as error:
-        raise ConfigError(f"{error}; the nearest is --{_nearest(error.key, list(known))}") from error
+        raise ConfigError(f"{error}; {_suggest('serve', f'--{error.key}', [f'--{name}' for name in known])}") from error
     if file.model is not None:
         serve.set_defaults(model=file.model)
     after_command = argv.index("serve") + 1
@@ -96,11 +98,12 @@ def _describe_unknown(parser: argparse.ArgumentParser, command: str, argument: s
     if not name.startswith("-"):
         return f"{command} takes no further argument, but got {argument!r}"
     known = [option for action in _subparser(parser, command)._actions for option in action.option_strings]
-    return f"unknown flag {name}; the nearest is {_nearest(name, [option for option in known if option.startswith('--')])}"
+    return f"unknown flag {name}; {_suggest(command, name, [option for option in known if option.startswith('--')])}"
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+def _suggest(command: str, name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS)
+    return f"the nearest is {nearest[0]}" if nearest else f"twinpool {command} --help lists what there is"
 
 
 def _subparser(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:

@@ -24,7 +24,8 @@ class WorkerPlaces:
 
 
 class Cluster(Protocol):
-    """Life: 1. ``start``; 2. ``call`` anything of Ray's; 3. ``stop``, which may come after any of these."""
+    """Life: 1. ``start``; 2. ``call`` anything of Ray's; 3. ``stop``, which may come after any of these; ``abandon`` instead
+    of it, or when it does not return."""
 
     async def start(self, *, num_workers: int) -> WorkerPlaces:
         """Make Ray usable for ``num_workers`` workers. Raises ``TwinpoolError`` when it cannot be."""
@@ -32,5 +33,13 @@ class Cluster(Protocol):
     async def call(self, function: Callable[[], T]) -> T:
         """Run ``function``, which may block on Ray, on the cluster's thread."""
 
+    async def wait_lost(self) -> str:
+        """Until a part of Ray is gone without which no worker can be started any more. Returns what, as the beginning of a
+        sentence. May be called before ``start``."""
+
     async def stop(self) -> None:
-        """Leave nothing of ours behind. Idempotent."""
+        """Leave nothing of ours behind. Waits for Ray. Idempotent."""
+
+    def abandon(self) -> None:
+        """Leave nothing of ours behind, at once and without Ray's help. This process then ends as ``RayThread.abandon`` says.
+        Idempotent."""

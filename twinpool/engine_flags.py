@@ -12,7 +12,7 @@ from serving_core.engine_config import DEFAULT_QUANTIZATIONS, Quantization
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
-from twinpool.byte_size import parse_byte_size
+from twinpool.byte_size import format_byte_size, parse_byte_size
 
 MAX_BLOCK_SIZE = 256
 MAX_THREADS = 1024
@@ -61,16 +61,20 @@ _DTYPES = ("auto", *(dtype.value for dtype in KVDType))
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Declare every engine flag with its two overrides."""
-    for prefix, scope in (("", "both phases"), ("prefill-", "prefill only"), ("decode-", "decode only")):
-        group = parser.add_argument_group(f"engine, {scope}")
-        group.add_argument(f"--{prefix}dtype", choices=_DTYPES, help="auto: bfloat16 where the processor has it, else float32")
+    group = parser.add_argument_group("engine", "each also as --prefill-… and --decode-…, for one phase alone")
+    for prefix in ("", "prefill-", "decode-"):
+        is_listed = not prefix
+        dtype_help = "auto: bfloat16 where the processor has it, else float32"
+        group.add_argument(f"--{prefix}dtype", choices=_DTYPES, help=dtype_help if is_listed else argparse.SUPPRESS)
+        form_help = "form of the weights; auto: as they are stored (default: none for prefill, auto for decode)"
         group.add_argument(
             f"--{prefix}quantization",
             choices=[quantization.value for quantization in Quantization],
-            help="form of the weights; auto: as they are stored (default: none for prefill, auto for decode)",
+            help=form_help if is_listed else argparse.SUPPRESS,
         )
         for flag in _FLAGS:
-            group.add_argument(f"--{prefix}{flag.name}", type=_parser_of(flag), metavar="N", help=_help_of(flag))
+            text = _help_of(flag) if is_listed else argparse.SUPPRESS
+            group.add_argument(f"--{prefix}{flag.name}", type=_parser_of(flag), metavar="N", help=text)
 
 
 def engine_flags_of(flags: argparse.Namespace, phase: PhaseName) -> EngineFlags:
@@ -109,4 +113,7 @@ def _parser_of(flag: _Flag) -> Callable[[str], Any]:
 
 
 def _help_of(flag: _Flag) -> str:
-    return flag.text if flag.default is None else f"{flag.text} (default: {flag.default})"
+    if flag.default is None:
+        return flag.text
+    default = format_byte_size(flag.default) if flag.parse is parse_byte_size else flag.default
+    return f"{flag.text} (default: {default})"

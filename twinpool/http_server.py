@@ -6,15 +6,19 @@ import contextlib
 import errno
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from serving_core.errors import ConfigError
+from twinpool.http_connection import MAX_HEAD_BYTES, HttpConnection
 
 _BACKLOG = 2048
 KEEP_ALIVE_S = 120
 """Longer than clients and proxies keep an idle connection (60 to 90 s), so that they are the ones to close it."""
+REQUEST_TIMEOUT_S = 60.0
+"""From a request's first byte to its last: the largest body needs 1.1 Mbit/s."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -44,10 +48,28 @@ def url_of(listener: socket.socket) -> str:
 
 
 class HttpServer:
-    """Serves one ASGI application on one listening socket, until stopped."""
+    """Serves one ASGI application on one listening socket, until stopped. A connection may be idle for ``keep_alive_s``, and a
+    request may take ``request_timeout_s`` to arrive."""
 
-    def __init__(self, app: Any, listener: socket.socket) -> None:
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
+    def __init__(
+        self,
+        app: Any,
+        listener: socket.socket,
+        *,
+        keep_alive_s: int = KEEP_ALIVE_S,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=partial(HttpConnection, request_timeout_s=request_timeout_s),  # type: ignore[arg-type]  # it calls it, no more
+            ws="none",
+            log_config=None,
+            log_level="error",  # its warnings are about what strangers send, as often as they like
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=keep_alive_s,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
         self._server = _Server(config)
         self._listener = listener
 

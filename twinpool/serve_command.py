@@ -42,7 +42,6 @@ def serve_command(flags: argparse.Namespace) -> int:
         check_memory(specs, stored, available_memory_bytes(), has_kernels=has_kernels)
     with listen(config.host, config.port) as listener:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         # Ray starts processes while the router's gRPC threads run; none of them uses gRPC before it has become another program
         os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # broken connections are ours to report

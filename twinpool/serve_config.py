@@ -8,13 +8,13 @@ import math
 from dataclasses import dataclass
 
 from serving_core.errors import ConfigError
+from serving_core.transfer_ticket import MAX_LEASE_S
 from serving_core.worker_status import PhaseName
 from twinpool.cluster import AUTO, LOCAL
 from twinpool.engine_flags import EngineFlags, engine_flags_of
 from twinpool.model_source import ModelSource, find_model
 
 MAX_WORKERS = 64
-MAX_LEASE_S = 3600.0
 MIN_LEASE_S = 1.0
 MAX_WORKER_WAIT_S = 3600.0
 _TRANSFERS = ("auto", "grpc")

@@ -2,8 +2,8 @@
 start, drain and stop, and nothing else.
 
 Life: 1. link and HTTP are served, while Ray starts; 2. the workers start, dial the link, and requests that waited are taken;
-3. serving; 4. a first signal: no new request, those under way may end, for ``DRAIN_TIMEOUT_S`` at most; a second: at once;
-5. HTTP, workers, Ray and their files are gone.
+3. serving; 4. a first signal, or the loss of Ray: no new request, those under way may end, for ``DRAIN_TIMEOUT_S`` at most; a
+second: at once; 5. HTTP, workers, Ray and their files are gone.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from twinpool.worker_specs import make_worker_specs, plan_node_cores
 
 DRAIN_TIMEOUT_S = 30.0
 HTTP_END_TIMEOUT_S = 2.0
+RAY_END_TIMEOUT_S = 30.0
+"""Ray may still be starting, which takes it long on a busy machine."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +63,8 @@ class Server:
 
     async def run(self) -> None:
         """Serve until a signal. Raises ``TwinpoolError`` when a worker cannot start, and whatever else ended the server;
-        nothing is left running either way."""
+        nothing is left running either way. Where Ray could not be waited for, the process ends with ``Cluster.abandon``'s
+        status, whatever it ended for."""
         signals = StopSignals()
         roles = {
             spec.worker_id: Role.of(spec.phases) for spec in make_worker_specs(self._config, self._model, self._core_plan, ())
@@ -78,19 +81,23 @@ class Server:
         )
         starting_cluster = asyncio.create_task(self._cluster.start(num_workers=len(roles)))
         serving_http = asyncio.create_task(http.run())
-        working = asyncio.create_task(self._run_workers(router, pools, starting_cluster, signals))
+        working = asyncio.create_task(self._run_workers(router, pools, starting_cluster))
         asked_to_finish = asyncio.create_task(signals.finish.wait())
+        losing_ray = asyncio.create_task(self._cluster.wait_lost())
         async with AsyncExitStack() as stack:  # from its end to its beginning, each step whether or not another one fails
             stack.push_async_callback(_raise_failure, serving_http)
             stack.push_async_callback(_raise_failure, working)
-            stack.push_async_callback(self._cluster.stop)
-            stack.push_async_callback(pools.stop)
+            stack.push_async_callback(self._leave_ray, pools, losing_ray, signals)
             stack.push_async_callback(router.stop)
             stack.push_async_callback(_end_http, http, serving_http, signals)
             stack.callback(working.cancel)
             stack.callback(asked_to_finish.cancel)
             print(f"listening on {url_of(self._listener)}", flush=True)
-            await asyncio.wait({serving_http, working, asked_to_finish}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving_http, working, asked_to_finish, losing_ray}, return_when=asyncio.FIRST_COMPLETED)
+            if losing_ray.done():
+                working.cancel()
+                signals.finish.set()
+                _log.error("%s, so that no worker can be started any more: the server ends", losing_ray.result())
             if signals.finish.is_set():
                 await _drain(router, signals)
 
@@ -108,13 +115,10 @@ class Server:
             admin_key=self._config.admin_key,
         )
 
-    async def _run_workers(
-        self, router: Router, pools: WorkerPools, starting_cluster: asyncio.Task[WorkerPlaces], signals: StopSignals
-    ) -> None:
+    async def _run_workers(self, router: Router, pools: WorkerPools, starting_cluster: asyncio.Task[WorkerPlaces]) -> None:
         """Start the workers, then watch them until cancelled."""
         began_at = time.monotonic()
         places = await starting_cluster
-        signals.install()  # Ray has its own by now, which print a stack trace
         if places.num_cores is not None:
             self._core_plan = plan_node_cores(self._config, places.num_cores)
         link_address = await router.start_link(places.host)
@@ -126,6 +130,28 @@ class Server:
         await router.wait_ready()
         _log.info("ready after %.1f s: %s", time.monotonic() - began_at, ", ".join(spec.worker_id for spec in specs))
         await pools.watch()
+
+    async def _leave_ray(self, pools: WorkerPools, losing_ray: asyncio.Task[str], signals: StopSignals) -> None:
+        """In order, unless a part of Ray is gone, a second signal comes, or Ray does not get on with it."""
+        if losing_ray.done() or signals.stop_now.is_set():
+            self._cluster.abandon()
+            return
+        leaving = asyncio.create_task(self._leave_ray_in_order(pools))
+        hurrying = asyncio.create_task(signals.stop_now.wait())
+        await asyncio.wait({leaving, losing_ray, hurrying}, timeout=RAY_END_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        losing_ray.cancel()
+        hurrying.cancel()
+        if leaving.done():
+            leaving.result()
+        else:
+            leaving.cancel()
+            self._cluster.abandon()
+
+    async def _leave_ray_in_order(self, pools: WorkerPools) -> None:
+        try:
+            await pools.stop()
+        finally:
+            await self._cluster.stop()
 
 
 async def _drain(router: Router, signals: StopSignals) -> None:

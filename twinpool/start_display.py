@@ -42,7 +42,9 @@ class LineDisplay:
     def show_progress(self, worker_id: WorkerId, progress: LoadProgress) -> None:
         if progress.num_bytes and worker_id not in self._loading:
             self._loading.add(worker_id)
-            print(f"{worker_id}: loading {progress.num_bytes / 2**20:.0f} MiB of weights", file=sys.stderr, flush=True)
+            print(
+                f"{worker_id}: reading {progress.num_bytes / 2**20:.0f} MiB of weights from disk", file=sys.stderr, flush=True
+            )
 
     def show_ready(self, worker_id: WorkerId, seconds: float) -> None:
         self._loading.discard(worker_id)

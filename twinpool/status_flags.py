@@ -13,6 +13,8 @@ def add_status_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show the workers of a running server."
     parser.add_argument("--url", default=os.environ.get("TWINPOOL_URL", DEFAULT_URL), help="the server (TWINPOOL_URL)")
     parser.add_argument(
-        "--admin-key", default=os.environ.get("TWINPOOL_ADMIN_KEY"), help="the key given to serve (TWINPOOL_ADMIN_KEY)"
+        "--admin-key",
+        default=os.environ.get("TWINPOOL_ADMIN_KEY"),
+        help="the --admin-key given to serve, or else its --api-key (TWINPOOL_ADMIN_KEY)",
     )
     parser.add_argument("--json", action="store_true", help="print the server's answer as it is")

@@ -9,15 +9,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Two events, set by the first and by any further signal. Lives on the running loop of the main thread."""
+    """Two events, set by the first and by any further signal. A server that finishes for another reason sets ``finish`` itself,
+    so that the next signal stops it at once. Lives on the running loop of the main thread."""
 
     def __init__(self) -> None:
         self.finish = asyncio.Event()
         self.stop_now = asyncio.Event()
-        self.install()
-
-    def install(self) -> None:
-        """Take the signals. To be repeated after a library has put handlers of its own in our place."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._take)

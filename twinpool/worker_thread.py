@@ -9,7 +9,7 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CRASH_EXIT_STATUS = 70
 STOP_TIMEOUT_S = 5.0
+LOAD_NICENESS = 10
 MAX_REPORTS = 20
 """Each one costs its watcher a message, and a message costs more than a piece of the weights."""
 
@@ -76,8 +77,9 @@ class WorkerThread:
 
     def _run(self) -> None:
         try:
-            with on_cores(self._spec.engine.cpu_cores):
-                loaded = self._load()
+            # a thread of its own, since without privileges a lowered priority cannot be raised again
+            with ThreadPoolExecutor(max_workers=1, initializer=_lower_priority) as loader:
+                loaded = loader.submit(self._load).result()
             asyncio.run(self._serve(loaded))
         except TwinpoolError as error:
             self._finish_start(error)
@@ -85,19 +87,23 @@ class WorkerThread:
             crash(error)
 
     def _load(self) -> LoadedModel:
-        import torch  # these are heavy, and must not delay whoever constructs us
-
-        import twinpool.worker  # noqa: F401
-        from llm_engine.load_model import load_model
-
         engine = self._spec.engine
-        torch.set_num_threads(engine.num_threads)
-        quantizations = {phase: engine.quantization(phase) for phase in self._spec.phases}
-        return load_model(self._spec.model_path, dtype=engine.dtype, quantizations=quantizations, on_progress=self._report)
+        with on_cores(engine.cpu_cores):
+            import torch  # these are heavy, and must not delay whoever constructs us
+
+            import twinpool.worker  # noqa: F401
+            from llm_engine.load_model import load_model
+
+            torch.set_num_threads(engine.num_threads)
+            quantizations = {phase: engine.quantization(phase) for phase in self._spec.phases}
+            return load_model(self._spec.model_path, dtype=engine.dtype, quantizations=quantizations, on_progress=self._report)
 
     async def _serve(self, loaded: LoadedModel) -> None:
+        import torch
+
         from twinpool.worker import Worker
 
+        torch.set_num_threads(self._spec.engine.num_threads)  # for this thread, which writes the KV cache once
         requested = asyncio.Event()
         self._stop = (asyncio.get_running_loop(), requested)
         async with Worker.running(self._spec, loaded, on_crash=crash):
@@ -120,6 +126,12 @@ class WorkerThread:
             else:
                 self._started.set_exception(error)
             self._changed.notify_all()
+
+
+def _lower_priority() -> None:
+    """Of the calling thread. A worker that is started again must not show in the streams of the others."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LOAD_NICENESS)
 
 
 def crash(error: BaseException) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import grpc.aio
 
+from serving_core.rpc.request_decoding import RequestDecoding
+
 KEEPALIVE_TIME_MS = 1000
 PING_TIMEOUT_MS = 1000
 
@@ -37,11 +39,13 @@ def open_channel(address: str, *, max_message_bytes: int = 64 << 20) -> grpc.aio
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_http_proxy", 0),
     )
-    return grpc.aio.insecure_channel(address, options=options)
+    # Without a scheme of ours in front, gRPC would read one out of an address, which may come from a peer.
+    return grpc.aio.insecure_channel(f"dns:///{address}", options=options)
 
 
 def make_server(*, max_message_bytes: int = 64 << 20) -> grpc.aio.Server:
-    """A server without services or port yet. Messages above ``max_message_bytes`` are refused by gRPC before they are read."""
+    """A server without services or port yet. Messages above ``max_message_bytes`` are refused by gRPC before they are read,
+    bytes that are no message by ``RequestDecoding``."""
     options = (
         *_LIVENESS,
         *_SERVER_LIVENESS,
@@ -49,4 +53,4 @@ def make_server(*, max_message_bytes: int = 64 << 20) -> grpc.aio.Server:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
     )
-    return grpc.aio.server(options=options)
+    return grpc.aio.server(interceptors=(RequestDecoding(),), options=options)

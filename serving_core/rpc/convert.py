@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from serving_core.errors import BrokenContract, InvalidRequest, RefusalCode, Refused
 from serving_core.generate_request import GenerateRequest
-from serving_core.ids import Incarnation, PageId, RequestId, ReservationId, SequenceKey, WorkerId
+from serving_core.ids import Incarnation, PageId, RequestId, ReservationId, RouterId, SequenceKey, WorkerId, check_id
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 from serving_core.page_state import PageOwner, PageRecord, PagesSnapshot, PageState
 from serving_core.rpc.v1 import common_pb2, router_link_pb2, worker_pb2
@@ -29,6 +29,9 @@ from serving_core.token_event import (
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
 from serving_core.worker_status import MetricFamily, MetricSample, PhaseName, WorkerHello, WorkerStatus
 
+_MAX_REASON_CHARS = 500
+"""A reason quotes the peer's value, which may be of any length."""
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -41,7 +44,8 @@ def _checked(convert: Callable[_P, _T]) -> Callable[_P, _T]:
         try:
             return convert(*args, **kwargs)
         except (BrokenContract, InvalidRequest, ValueError) as error:  # ValueError: a word that is not in the enum
-            raise Refused(RefusalCode.MALFORMED, f"{convert.__name__.removesuffix('_from_pb')} message: {error}") from error
+            what = convert.__name__.removesuffix("_from_pb")
+            raise Refused(RefusalCode.MALFORMED, f"{what} message: {str(error)[:_MAX_REASON_CHARS]}") from error
 
     return checked
 
@@ -50,7 +54,7 @@ _FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-_FINISH_FROM_PB = {value: reason for reason, value in _FINISH_TO_PB.items()}
+_FINISH_FROM_PB: dict[int, FinishReason] = {value: reason for reason, value in _FINISH_TO_PB.items()}
 
 
 def key_to_pb(key: SequenceKey) -> common_pb2.SequenceKey:
@@ -59,9 +63,13 @@ def key_to_pb(key: SequenceKey) -> common_pb2.SequenceKey:
 
 @_checked
 def key_from_pb(message: common_pb2.SequenceKey) -> SequenceKey:
-    if not message.request_id:
-        raise BrokenContract("a key without a request id")
     return SequenceKey(RequestId(message.request_id), message.choice_index)
+
+
+@_checked
+def router_id_from_pb(router_id: str) -> RouterId:
+    check_id("router's id", router_id)
+    return RouterId(router_id)
 
 
 def sampling_to_pb(sampling: SamplingParams) -> common_pb2.SamplingParams:
@@ -253,7 +261,7 @@ def event_from_pb(message: common_pb2.SequenceEvent) -> SequenceEvent:
             index=token.index,
             token_id=token.token_id,
             logprobs=logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None,
-            finish_reason=_FINISH_FROM_PB.get(token.finish_reason),
+            finish_reason=_finish_reason(token.finish_reason),
         )
     if message.HasField("evicted"):
         return SequenceEvicted(key=key_from_pb(message.evicted.key), attempt=message.evicted.attempt)
@@ -266,6 +274,14 @@ def event_from_pb(message: common_pb2.SequenceEvent) -> SequenceEvent:
         kind=FailureKind(failed.kind),
         message=failed.message,
     )
+
+
+def _finish_reason(value: int) -> FinishReason | None:
+    if value == common_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    if value not in _FINISH_FROM_PB:
+        raise BrokenContract(f"a finish reason {value} that this build does not know")
+    return _FINISH_FROM_PB[value]
 
 
 def hello_to_pb(hello: WorkerHello) -> router_link_pb2.WorkerHello:
@@ -291,8 +307,6 @@ def hello_to_pb(hello: WorkerHello) -> router_link_pb2.WorkerHello:
 
 @_checked
 def hello_from_pb(message: router_link_pb2.WorkerHello) -> WorkerHello:
-    if not message.worker_id or not message.phases:
-        raise BrokenContract(f"worker {message.worker_id!r} with phases {list(message.phases)}")
     return WorkerHello(
         worker_id=WorkerId(message.worker_id),
         incarnation=Incarnation(message.incarnation),
@@ -322,6 +336,7 @@ def status_to_pb(status: WorkerStatus) -> router_link_pb2.WorkerStatus:
     )
 
 
+@_checked
 def status_from_pb(message: router_link_pb2.WorkerStatus) -> WorkerStatus:
     return WorkerStatus(
         num_running=message.num_running,

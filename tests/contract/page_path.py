@@ -34,7 +34,7 @@ RESERVATION = ReservationId("00112233445566778899aabbccddeeff")
 def make_ticket(
     *,
     attempt: int = 1,
-    address: str = "",
+    address: str = "127.0.0.1:1",
     reservation_id: ReservationId = RESERVATION,
     num_prompt_tokens: int = NUM_PROMPT_TOKENS,
     num_cached_tokens: int = 0,
@@ -147,7 +147,7 @@ class PagePath(Protocol):
 class LoopbackPath:
     def __init__(self, stall_timeout_s: float) -> None:
         self.sink = RecordingSink()
-        self.address = ""
+        self.address = "127.0.0.1:1"  # where nobody has to listen
         self._sinks: dict[WorkerId, PageSink] = {DECODE: self.sink}
         self.transport: PageTransport = LoopbackTransport(self._sinks, stall_timeout_s=stall_timeout_s)
 

@@ -22,6 +22,7 @@ import psutil
 from serving_core.page_state import PagesSnapshot, PageState
 from serving_core.rpc.convert import pages_from_pb
 from serving_core.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twinpool.death_watch import DeathWatch
 
 TWINPOOL = Path(sys.executable).parent / "twinpool"
 START_TIMEOUT_S = 120.0
@@ -46,6 +47,7 @@ class ServerProcess:
                 env=os.environ | {"TMPDIR": str(self.temp_root)},
                 start_new_session=True,  # so that Ctrl-C in the tests' terminal does not reach it
             )
+        self._death_watch = DeathWatch([self.process.pid])  # tests that are killed leave no server behind
         self.url = self._read_url()
         self.family: list[psutil.Process] = []
 
@@ -96,6 +98,7 @@ class ServerProcess:
         for process in self.survivors():
             process.kill()
         self.process.wait(STOP_TIMEOUT_S)
+        self._death_watch.end()
         if self.process.stdout is not None:
             self.process.stdout.close()
         shutil.rmtree(self.temp_root, ignore_errors=True)
@@ -113,6 +116,7 @@ class ServerProcess:
         line = self.process.stdout.readline()
         if not line.startswith("listening on "):
             self.process.stdout.close()
+            self._death_watch.end()
             shutil.rmtree(self.temp_root, ignore_errors=True)
             raise AssertionError(f"the server ended with {self.process.wait()}: {self.log.read_text()}")
         return line.removeprefix("listening on ").strip()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import random
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
+import grpc
 import httpx
 import pytest
 
 from router.chat_template import ChatMessage, read_chat_template
+from router.request_body import MAX_BODY_BYTES
 from tests.e2e.conftest import WINDOW
-from tests.e2e.server_process import MODEL, ServerProcess
+from tests.e2e.server_process import MODEL, ServerProcess, read_pages
 from tests.e2e.streams import completion_body
 from twinpool.model_source import find_model
 
@@ -81,6 +87,69 @@ def test_a_body_that_is_no_object_is_refused(server: ServerProcess, body: bytes)
     assert answer.status_code in (400, 422)
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert_still_works(server)
+
+
+def send_raw(host: str | None, port: int | None, sent: bytes) -> bytes:
+    """All that is answered until the connection ends, whichever way."""
+    assert host is not None
+    assert port is not None
+    answer = bytearray()
+    with socket.create_connection((host, port), timeout=10) as connection:
+        try:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            while received := connection.recv(65536):
+                answer += received
+        except ConnectionError:  # cut off while there was more to send
+            pass
+    return bytes(answer)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"no request\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nno header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno chunk\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused_like_everything_else(server: ServerProcess, sent: bytes) -> None:
+    url = urlsplit(server.url)
+    head, _, body = send_raw(url.hostname, url.port, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head
+    error = json.loads(body)["error"]
+    assert (set(error), error["code"]) == ({"message", "type", "param", "code"}, "invalid_http")
+    assert_still_works(server)
+
+
+def test_a_body_beyond_the_bound_is_refused(server: ServerProcess) -> None:
+    for content in (b" " * (MAX_BODY_BYTES + 1), (b" " * 2**20 for _ in range(9))):
+        answer = httpx.post(f"{server.url}/v1/completions", content=content)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["message"] == f"The request's body is larger than {MAX_BODY_BYTES} bytes."
+    assert_still_works(server)
+
+
+def test_noise_at_the_ports_of_the_workers_leaves_no_traceback(server: ServerProcess) -> None:
+    numbers, begins_at = random.Random(7), server.log.stat().st_size
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    for worker in server.workers().values():
+        host, _, port = worker["address"].rpartition(":")
+        for prefix in (b"", preface, preface + b"\0\0\0\4\0\0\0\0\0"):
+            for _ in range(5):
+                send_raw(host, int(port), prefix + numbers.randbytes(numbers.randrange(1, 2000)))
+        with grpc.insecure_channel(worker["address"]) as channel:
+            for method in ("Worker/GetPages", f"{worker['role'].capitalize()}/Release"):
+                call: Any = channel.unary_unary(f"/twinpool.v1.{method}")
+                with pytest.raises(grpc.RpcError) as error:
+                    call(b"\xff" * 16, timeout=10)
+                assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert read_pages(worker["address"]).is_sum_ok
+    assert_still_works(server)
+    with server.log.open("rb") as log:
+        log.seek(begins_at)
+        assert b"Traceback" not in log.read()
 
 
 def test_chat_without_messages_is_refused(server: ServerProcess) -> None:

@@ -6,21 +6,26 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
 from serving_core.page_state import PageState
-from tests.e2e.conftest import LEASE_S
-from tests.e2e.server_process import ServerProcess, is_pool_at_rest, read_pages, until
+from tests.e2e.conftest import LEASE_S, SERVER_FLAGS
+from tests.e2e.server_process import ServerProcess, is_pool_at_rest, read_pages, serving, until
 from tests.e2e.streams import Stream, completion_body, http_client, run_stream
 
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 8
 NUM_TOKENS = 60
+SHORT_ANSWER = 16
 LONG_PROMPT = "word " * 900
 RECOVERY_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 5.0
+"""A client knows after so long how its stream ends, where another worker takes it over or nobody may wait for one."""
+WORKER_WAIT_S = 1.5
 
 
 async def start_streams(client: httpx.AsyncClient, num_tokens: int) -> tuple[list[Stream], list[asyncio.Task[Stream]]]:
@@ -33,6 +38,13 @@ async def start_streams(client: httpx.AsyncClient, num_tokens: int) -> tuple[lis
     async with asyncio.timeout(60):
         await asyncio.gather(*(stream.began.wait() for stream in streams))
     return streams, tasks
+
+
+async def assert_all_end_in_time(tasks: list[asyncio.Task[Stream]]) -> None:
+    killed_at = time.monotonic()
+    async with asyncio.timeout(END_TIMEOUT_S):
+        await asyncio.gather(*tasks)
+    print(f"the streams ended {time.monotonic() - killed_at:.1f} s after the kill")
 
 
 async def assert_next_request_succeeds(client: httpx.AsyncClient) -> None:
@@ -65,6 +77,33 @@ async def test_kill_9_of_a_worker(server: ServerProcess, worker_id: str) -> None
     assert after["state"] == "ready"
     assert after["incarnation"] != before["incarnation"]
     assert after["pid"] != before["pid"]
+
+
+@pytest.mark.parametrize("victim", ["decode", "prefill"])
+async def test_kill_9_beside_a_second_worker(tmp_path: Path, victim: str) -> None:
+    with serving(tmp_path / "log", *SERVER_FLAGS, f"--{victim}-workers", "2") as server:
+        async with http_client(server.url) as client:
+            _, tasks = await start_streams(client, SHORT_ANSWER)
+            undisturbed = [(await task).text for task in tasks]
+            streams, tasks = await start_streams(client, SHORT_ANSWER)
+            server.signal_worker(f"{victim}-0", signal.SIGKILL)
+            await assert_all_end_in_time(tasks)
+        assert [stream.error for stream in streams] == [None] * NUM_STREAMS
+        assert [stream.text for stream in streams] == undisturbed
+
+
+@pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
+async def test_kill_9_where_nobody_may_wait_for_long(tmp_path: Path, worker_id: str) -> None:
+    with serving(tmp_path / "log", *SERVER_FLAGS, "--worker-wait", f"{WORKER_WAIT_S:g}") as server:
+        async with http_client(server.url) as client:
+            streams, tasks = await start_streams(client, SHORT_ANSWER)
+            server.signal_worker(worker_id, signal.SIGKILL)
+            await assert_all_end_in_time(tasks)
+            endings = [(stream.error or {}).get("code") or stream.finish_reason for stream in streams]
+            print(endings)
+            assert set(endings) <= {"length", "no_capacity"}
+            server.wait_ready(RECOVERY_TIMEOUT_S)
+            await assert_next_request_succeeds(client)
 
 
 async def test_a_prefill_worker_frozen_while_it_pushes(server: ServerProcess) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.conftest import LEASE_S
 from tests.e2e.server_process import MODEL, ServerProcess, serving, until, wait_until
 from tests.e2e.streams import Stream, http_client, run_stream
+from twinpool.ray_thread import ABANDONED_EXIT_STATUS
 
 pytestmark = pytest.mark.e2e
 
@@ -55,6 +56,19 @@ def test_ctrl_c_while_it_starts(tmp_path: Path) -> None:
         server.kill()
 
 
+def test_sigterm_as_soon_as_ray_has_started(tmp_path: Path) -> None:
+    server = ServerProcess((), tmp_path / "log")
+    try:
+        # the death watch is started as soon as Ray itself is
+        wait_until(lambda: any(_is_death_watch(process) for process in server.remember_family()), 30, "Ray to have started")
+        assert server.stop() == 0
+        wait_until(lambda: not server.survivors(), 10, "every process to be gone")
+        assert not server.temp_files()
+        assert "SIGTERM received" not in server.log.read_text()
+    finally:
+        server.kill()
+
+
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     with serving(tmp_path / "log", "--colocated") as server:
         with httpx.stream(
@@ -69,8 +83,9 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
             server.process.send_signal(signal.SIGINT)
             wait_until(lambda: _is_refused(server.url), 5, "new requests to be refused")
             server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(15) == 0
+            assert server.process.wait(15) == ABANDONED_EXIT_STATUS
         wait_until(lambda: not server.survivors(), 5, "every process to be gone")
+        assert not server.temp_files()
 
 
 def test_killed_outright_takes_its_workers_along(tmp_path: Path) -> None:
@@ -103,3 +118,10 @@ def _is_refused(url: str) -> bool:
     except httpx.HTTPError:
         return True
     return answer.status_code == 503
+
+
+def _is_death_watch(process: psutil.Process) -> bool:
+    try:
+        return any(argument.endswith("death_watch.py") for argument in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,15 +19,16 @@ pytestmark = pytest.mark.e2e
 TIMEOUT_S = 60.0
 
 
-def failure_of(*args: str) -> subprocess.CompletedProcess[str]:
-    """How ``twinpool serve *args`` ended; it has left no temporary file and no process that names one."""
+def failure_of(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """How ``twinpool serve *args`` ended in this environment and what ``environment`` adds. It has left no temporary file and
+    no process that names one."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as temp_root:
         failed = subprocess.run(
             [str(TWINPOOL), "serve", "--port", "0", *args],
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
-            env=os.environ | {"TMPDIR": temp_root},
+            env=os.environ | {"TMPDIR": temp_root} | environment,
             check=False,
         )
         assert not list(Path(temp_root).iterdir())
@@ -61,4 +63,18 @@ def test_what_only_the_workers_find(tmp_path: Path) -> None:
     last = failed.stderr.splitlines()[-1]
     assert last.startswith("twinpool: ")
     assert "lacks the tensor blk.1.ffn_up.weight" in last
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize("is_in_environment", [False, True])
+def test_an_address_where_something_else_than_ray_listens(is_in_environment: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        if is_in_environment:
+            failed = failure_of("--address", "auto", RAY_ADDRESS=address)
+        else:
+            failed = failure_of("--address", address)
+    assert failed.returncode == 1
+    name = "RAY_ADDRESS" if is_in_environment else "--address"
+    assert f"twinpool: no Ray cluster answers at {name} {address}" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -3,6 +3,7 @@ answer."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class Worker:
             lease_s=6.0,
             max_num_seqs=8,
             max_replay_tokens=max_replay_tokens,
-            new_reservation_id=iter(map(ReservationId, map(str, range(1000)))).__next__,
+            new_reservation_id=(ReservationId(f"{number:032x}") for number in itertools.count()).__next__,
         )
         self.prefill = PrefillPhase(
             worker_id=WorkerId("worker-0"),

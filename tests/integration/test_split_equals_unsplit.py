@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from llm_engine.load_model import LoadedModel, load_model
-from router.chat_template import ChatMessage, read_chat_template
-from router.tokenizer import read_tokenizer
 from serving_core.engine_config import EngineConfig
 from serving_core.generate_request import GenerateRequest
 from serving_core.ids import RequestId, SequenceKey
 from serving_core.kv_page_layout import KVDType
 from serving_core.sampling_params import SamplingParams
 from serving_core.worker_status import PhaseName
+from tests.equality_prompts import mt_bench_turns, prompts_of_lengths
 from tests.integration.in_process_server import COLOCATED, DECODE, PREFILL, Answer, InProcessServer, in_process_server
 from twinpool.model_source import DEFAULT_MODEL, find_model
 
 PATH = find_model(DEFAULT_MODEL).path
-QUESTIONS = Path(__file__).parents[1] / "data" / "mt_bench_80.jsonl"
 EDGE_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 48, 49)
 MAX_LOGPROB_DIFFERENCE = 1e-4
 
@@ -71,20 +67,6 @@ def make_requests(prompts: Sequence[Sequence[int]], *, num_tokens: int) -> list[
     return requests
 
 
-def prompts_of_lengths(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    text = "The lighthouse keeper wrote down every ship that passed, and in winter there were few. " * 4
-    token_ids = read_tokenizer(PATH).encode(text, add_special_tokens=True)
-    return [token_ids[:length] for length in lengths]
-
-
-def mt_bench_turns(num_turns: int) -> list[tuple[int, ...]]:
-    """The questions' first turns as chat prompts."""
-    tokenizer, template = read_tokenizer(PATH), read_chat_template(PATH)
-    questions = [json.loads(line) for line in QUESTIONS.read_text().splitlines()[:num_turns]]
-    texts = [template.render([ChatMessage(role="user", content=question["turns"][0])]) for question in questions]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-
-
 async def assert_split_equals_unsplit(loaded: tuple[KVDType, LoadedModel], requests: list[GenerateRequest]) -> None:
     async with server_of(loaded, PAIR) as pair:
         split = await pair.generate_all(requests)
@@ -106,20 +88,20 @@ def _assert_equal(request: GenerateRequest, split: Answer, unsplit: Answer) -> N
 
 
 async def test_lengths_around_page_edges(loaded: tuple[KVDType, LoadedModel]) -> None:
-    await assert_split_equals_unsplit(loaded, make_requests(prompts_of_lengths(EDGE_LENGTHS), num_tokens=16))
+    await assert_split_equals_unsplit(loaded, make_requests(prompts_of_lengths(PATH, EDGE_LENGTHS), num_tokens=16))
 
 
 async def test_mt_bench_turns(loaded: tuple[KVDType, LoadedModel]) -> None:
-    await assert_split_equals_unsplit(loaded, make_requests(mt_bench_turns(8), num_tokens=16))
+    await assert_split_equals_unsplit(loaded, make_requests(mt_bench_turns(PATH, 8), num_tokens=16))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_every_length_to_49(loaded: tuple[KVDType, LoadedModel]) -> None:
-    await assert_split_equals_unsplit(loaded, make_requests(prompts_of_lengths(range(1, 50)), num_tokens=64))
+    await assert_split_equals_unsplit(loaded, make_requests(prompts_of_lengths(PATH, range(1, 50)), num_tokens=64))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_all_mt_bench_questions(loaded: tuple[KVDType, LoadedModel]) -> None:
-    await assert_split_equals_unsplit(loaded, make_requests(mt_bench_turns(80), num_tokens=64))
+    await assert_split_equals_unsplit(loaded, make_requests(mt_bench_turns(PATH, 80), num_tokens=64))

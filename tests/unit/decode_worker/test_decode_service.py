@@ -79,6 +79,8 @@ async def test_refusals_name_their_code() -> None:
 async def test_messages_that_break_their_format_are_refused_and_harmless() -> None:
     async with WorkerServer(is_decode=True) as worker:
         assert code_of(await worker.decode.Reserve(decode_pb2.ReserveRequest(), timeout=WAIT_S)) is RefusalCode.MALFORMED
+        without_router = decode_pb2.ReserveRequest(request=convert.request_to_pb(make_request()), attempt=1)
+        assert code_of(await worker.decode.Reserve(without_router, timeout=WAIT_S)) is RefusalCode.MALFORMED
         assert code_of(await worker.decode.Commit(decode_pb2.CommitRequest(), timeout=WAIT_S)) is RefusalCode.MALFORMED
         await worker.decode.Release(decode_pb2.DecodeReleaseRequest(), timeout=WAIT_S)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from dataclasses import replace
 
@@ -88,6 +89,42 @@ async def test_refusals_come_back_with_their_code() -> None:
         assert convert.refusal_from_pb(reply.refusal).code is RefusalCode.MALFORMED
         await prefill.prefill.Release(prefill_pb2.PrefillReleaseRequest(), timeout=WAIT_S)
         await release(prefill, make_request(name="unknown"))
+        await decode.decode.Release(
+            decode_pb2.DecodeReleaseRequest(key=convert.key_to_pb(request.key), attempt=1), timeout=WAIT_S
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("lease_s", lease_s) for lease_s in (math.nan, math.inf, -1.0, 0.0, 1e9)),
+        *(("decode_address", address) for address in ("", "unix:", "unix:/tmp/x", "nowhere", "127.0.0.1:0", "127.0.0.1:x")),
+        *(("reservation_id", reservation_id) for reservation_id in ("", "r-1", "g" * 32)),
+        *(("attempt", 0), ("decode_worker_id", ""), ("decode_incarnation", ""), ("num_prompt_tokens", 2**32 - 1)),
+    ],
+)
+async def test_a_ticket_that_nobody_can_have_issued_is_refused_before_anything_is_done(field: str, value: object) -> None:
+    async with WorkerServer(is_prefill=True) as prefill, WorkerServer(is_decode=True) as decode:
+        request = make_request(9)
+        ticket = convert.ticket_to_pb(await reserve(decode, request))
+        setattr(ticket, field, value)
+        message = prefill_pb2.StartRequest(router_id=ROUTER, request=convert.request_to_pb(request), ticket=ticket)
+        reply = await prefill.prefill.Start(message, timeout=WAIT_S)
+        assert convert.refusal_from_pb(reply.refusal).code is RefusalCode.MALFORMED
+        assert await prefill.num_free_pages() == 16
+        await decode.decode.Release(
+            decode_pb2.DecodeReleaseRequest(key=convert.key_to_pb(request.key), attempt=1), timeout=WAIT_S
+        )
+
+
+async def test_a_start_without_a_router_is_refused() -> None:
+    async with WorkerServer(is_prefill=True) as prefill, WorkerServer(is_decode=True) as decode:
+        request = make_request(9)
+        ticket = convert.ticket_to_pb(await reserve(decode, request))
+        message = prefill_pb2.StartRequest(request=convert.request_to_pb(request), ticket=ticket)
+        reply = await prefill.prefill.Start(message, timeout=WAIT_S)
+        assert convert.refusal_from_pb(reply.refusal).code is RefusalCode.MALFORMED
+        assert "the router's id is empty" in reply.refusal.message
         await decode.decode.Release(
             decode_pb2.DecodeReleaseRequest(key=convert.key_to_pb(request.key), attempt=1), timeout=WAIT_S
         )

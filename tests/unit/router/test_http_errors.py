@@ -95,6 +95,45 @@ async def test_bad_messages(messages: object, param: str) -> None:
     assert error_of(await make_front().chat(messages=messages), 400)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("content", "given"),
+    [
+        *((5, "is 5"), (True, "is true"), ({"text": "Hi"}, "is {'text': 'Hi'}"), (["Hi"], "has 'Hi' as part 0")),
+        ([{"type": "text", "text": "Hi"}, {"type": "image_url"}], "has {'type': 'image_url'} as part 1"),
+        ([{"type": "text", "text": 5}], "has {'text': 5, 'type': 'text'} as part 0"),
+        ([{"text": "Hi"}], "has {'text': 'Hi'} as part 0"),
+    ],
+)
+async def test_content_of_a_wrong_type_is_shown_beside_what_is_right(content: object, given: str) -> None:
+    error = error_of(await make_front().chat(messages=[{"role": "user", "content": content}]), 400)
+    right = 'a string or a list of text parts like {"type": "text", "text": "…"}'
+    assert error["message"] == f"messages[0].content {given} but must be {right}."
+
+
+@pytest.mark.parametrize(
+    ("stop", "given"),
+    [
+        *((5, "is 5"), (True, "is true"), ({"a": 1}, "is {'a': 1}"), ("", "is ''"), ([""], "holds ''"), ([5], "holds 5")),
+        *(("x" * 1025, "is a string of 1025 characters"), (["a", "x" * 1025], "holds a string of 1025 characters")),
+        *((["a"] * 17, "is a list of 17 items"), (["a", None], "holds null"), ([["a"]], "holds ['a']")),
+    ],
+)
+async def test_a_wrong_stop_is_shown_beside_what_is_right(stop: object, given: str) -> None:
+    error = error_of(await make_front().complete(stop=stop), 400)
+    right = "a string or a list of at most 16 strings, each of 1 to 1024 characters"
+    assert (error["param"], error["message"]) == ("stop", f"stop {given} but must be {right}.")
+
+
+async def test_a_wrong_bias_is_shown_with_its_token() -> None:
+    error = error_of(await make_front().complete(logit_bias={"5": "x"}), 400)
+    assert error["message"] == "logit_bias[\"5\"] is 'x' but must be a number."
+    error = error_of(await make_front().complete(logit_bias={"5": 101}), 400)
+    assert (error["param"], error["message"]) == (
+        "logit_bias",
+        'logit_bias["5"] is 101 but must be less than or equal to 100.',
+    )
+
+
 BAD_PROMPTS: list[object] = [
     *(None, 5, {}, "", [""], [], [[]], "\x06"),
     *(["ok", 5], ["ok", ""], [5, "ok"], [[1], []], [[1], "a"], [1.5], [True], [None]),
@@ -137,6 +176,54 @@ async def test_options_that_need_or_exclude_each_other() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt": NaN}', b'{"a":' + b"[" * 100_000])
 async def test_bodies_that_are_no_json_object(body: bytes) -> None:
     assert error_of(await make_front().post("/v1/completions", body), 400)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *(("max_tokens", number) for number in (10**4000, -(10**4000), 1e300)),
+        *(
+            (name, 10**4000)
+            for name in ("max_completion_tokens", "seed", "min_tokens", "top_k", "n", "logprobs", "temperature")
+        ),
+        *((name, [10**4000]) for name in ("stop_token_ids", "prompt")),
+        *(("logit_bias", bias) for bias in ({"1": 10**300}, {"1" * 4000: 1})),
+    ],
+)
+async def test_a_message_does_not_repeat_all_digits_of_a_number(name: str, number: object) -> None:
+    error = error_of(await make_front().complete(**{name: number}), 400)
+    assert error["param"] == name
+    assert len(error["message"]) < 200
+
+
+async def test_a_number_that_is_too_long_to_be_read() -> None:
+    error = error_of(await make_front().post("/v1/completions", b'{"seed": ' + b"9" * 5000 + b"}"), 400)
+    assert error["message"] == "The request's body holds a whole number of more than 4300 digits."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "is null but must be a string, a list of token ids, or a list of either that is not empty"),
+        ([True], "is [true] but must hold only strings, only token ids, or only lists of token ids, none of them empty"),
+    ],
+)
+async def test_a_wrong_prompt_is_shown_beside_what_is_right(prompt: object, message: str) -> None:
+    assert error_of(await make_front().complete(prompt=prompt), 400)["message"] == f"prompt {message}."
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", rb'{"prompt": "A\ud83d"}', "prompt"),
+        ("/v1/chat/completions", rb'{"messages": [{"role": "user", "content": "A\ud83d"}]}', "messages"),
+        ("/tokenize", rb'{"prompt": "A\ud83d"}', "prompt"),
+        ("/tokenize", rb'{"messages": [{"role": "user", "content": "A\ud83d"}]}', "messages"),
+    ],
+)
+async def test_half_a_surrogate_pair_in_a_prompt_is_blamed_on_it(path: str, body: bytes, param: str) -> None:
+    error = error_of(await make_front().post(path, body), 400)
+    assert (error["param"], error["code"]) == (param, "invalid_value")
 
 
 async def test_half_a_surrogate_pair() -> None:
@@ -242,7 +329,8 @@ async def test_errors_in_further_routes_have_the_same_shape(caplog: pytest.LogCa
 
     front = make_front(extra_routes=(routes,))
     assert (await front.get("/admin/typed?count=5")).json() == 5
-    assert error_of(await front.get("/admin/typed?count=x"), 422)["param"] == "count"
+    error = error_of(await front.get("/admin/typed?count=x"), 400)
+    assert (error["param"], error["message"]) == ("count", "count is 'x' but must be a whole number.")
     with caplog.at_level(logging.ERROR):
         error = error_of(await front.get("/admin/broken"), 500)
     assert "secret" not in error["message"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from router.worker_directory import WorkerState
 from serving_core.errors import RefusalCode
-from serving_core.rpc.v1 import router_link_pb2
+from serving_core.rpc.channel import open_channel
+from serving_core.rpc.convert import hello_to_pb, refusal_from_pb
+from serving_core.rpc.v1 import router_link_pb2, router_link_pb2_grpc
 from serving_core.worker_status import PhaseName
-from tests.unit.router.fake_worker import OTHER_LAYOUT, FakeWorker, make_key, make_status
+from tests.unit.router.fake_worker import OTHER_LAYOUT, FakeWorker, make_hello, make_key, make_status
 from tests.unit.router.pair import LEASE_S, Pair, collect, make_request
 
 PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
@@ -138,6 +141,36 @@ async def test_message_that_makes_no_sense_ends_the_link(pair: Pair, workers: li
     worker.send(router_link_pb2.WorkerMessage())
     await worker.link_ended()
     await reached(pair, "decode-0", WorkerState.SUSPECT)
+
+
+async def test_bytes_that_are_no_message_are_refused_in_one_line(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    hello = router_link_pb2.WorkerMessage(hello=hello_to_pb(make_hello("decode-0", {DECODE}))).SerializeToString()
+    channel = open_channel(pair.address)
+    connect: Any = channel.stream_stream("/twinpool.v1.RouterLink/Connect")
+    # 1. instead of the hello
+    (answer,) = [router_link_pb2.RouterMessage.FromString(raw) async for raw in connect(iter((b"\xff" * 9,)))]
+    assert refusal_from_pb(answer.refusal).code is RefusalCode.MALFORMED
+    # 2. after it: the link is cut
+    answers = [router_link_pb2.RouterMessage.FromString(raw) async for raw in connect(iter((hello, b"\xff" * 9)))]
+    assert answers[0].WhichOneof("message") == "welcome"
+    assert answers[-1].WhichOneof("message") != "refusal"
+    await reached(pair, "decode-0", WorkerState.SUSPECT)
+    await channel.close()
+    assert [record.getMessage().count("The 9 bytes sent to") for record in caplog.records] == [1, 1]
+    assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize("fields", [{"worker_id": ""}, {"address": "unix:/tmp/x"}, {"num_pages": 0}, {"incarnation": ""}])
+async def test_a_hello_that_breaks_the_contract_is_refused(pair: Pair, fields: dict[str, object]) -> None:
+    message = hello_to_pb(make_hello("decode-0", {DECODE}))
+    for name, value in fields.items():
+        setattr(message, name, value)
+    channel = open_channel(pair.address)
+    call = router_link_pb2_grpc.RouterLinkStub(channel).Connect(iter((router_link_pb2.WorkerMessage(hello=message),)))
+    (answer,) = [answer async for answer in call]
+    assert refusal_from_pb(answer.refusal).code is RefusalCode.MALFORMED
+    assert pair.directory.entries() == []
+    await channel.close()
 
 
 async def test_renewals_name_exactly_what_is_wanted(pair: Pair, workers: list[FakeWorker]) -> None:

@@ -16,7 +16,7 @@ from serving_core.kv_page_layout import KVDType, KVPageLayout
 from serving_core.rpc.channel import make_server
 from serving_core.rpc.convert import event_from_pb, hello_from_pb, key_to_pb, refusal_to_pb, status_from_pb
 from serving_core.rpc.v1 import router_link_pb2, router_link_pb2_grpc
-from serving_core.token_event import FinishReason, SequenceEvent, TokenEvent
+from serving_core.token_event import FailureKind, FinishReason, SequenceEvent, SequenceFailed, TokenEvent
 from serving_core.worker_status import PhaseName, WorkerHello, WorkerStatus
 from twinpool import router_link
 from twinpool.router_link import RouterLinks
@@ -45,14 +45,13 @@ STATUS = WorkerStatus(num_running=1, num_waiting=2, is_draining=False)
 KEY = SequenceKey(RequestId("r"))
 
 
-def event(index: int, finish_reason: FinishReason | None = None, key: SequenceKey = KEY) -> TokenEvent:
-    return TokenEvent(key=key, attempt=1, index=index, token_id=7, finish_reason=finish_reason)
+def event(index: int, finish_reason: FinishReason | None = None) -> TokenEvent:
+    return TokenEvent(key=KEY, attempt=1, index=index, token_id=7, finish_reason=finish_reason)
 
 
-def large_events(num_events: int) -> list[TokenEvent]:
+def large_events(num_events: int) -> list[SequenceFailed]:
     """So large, a megabyte each, that gRPC takes only a few of them for a router that does not read."""
-    key = SequenceKey(RequestId("r" * 1_000_000))
-    return [event(index, key=key) for index in range(1, num_events + 1)]
+    return [SequenceFailed(key=KEY, attempt=1, kind=FailureKind.INTERNAL, message="x" * 1_000_000)] * num_events
 
 
 class PlayedRouter(router_link_pb2_grpc.RouterLinkServicer):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -27,10 +29,14 @@ T = TypeVar("T")
 
 
 class AbsentCluster:
-    """Never started; ``is_stopped`` tells whether it was told to leave nothing behind."""
+    """Never started; ``is_stopped`` and ``is_abandoned`` tell whether it was told to leave nothing behind."""
 
     def __init__(self) -> None:
         self.is_stopped = False
+        self.is_abandoned = False
+        self.is_frozen = False
+        """Whether ``stop`` never returns."""
+        self.loss = asyncio.Event()
 
     async def start(self, *, num_workers: int) -> WorkerPlaces:
         await asyncio.get_running_loop().create_future()
@@ -39,8 +45,33 @@ class AbsentCluster:
     async def call(self, function: Callable[[], T]) -> T:
         return function()
 
+    async def wait_lost(self) -> str:
+        await self.loss.wait()
+        return "Ray's raylet has ended"
+
     async def stop(self) -> None:
+        if self.is_frozen:
+            await asyncio.get_running_loop().create_future()
         self.is_stopped = True
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+class AskedToFinish(StopSignals):
+    """One signal has come already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finish.set()
+
+
+class AskedTwice(AskedToFinish):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop_now.set()
 
 
 @pytest.fixture
@@ -90,16 +121,65 @@ async def test_a_step_of_the_end_that_fails_skips_no_other(
         await stop(self)
         raise RuntimeError("the router will not stop")
 
-    class AskedToFinish(StopSignals):
-        def __init__(self) -> None:
-            super().__init__()
-            self.finish.set()
-
     monkeypatch.setattr(Router, "stop", stop_and_fail)
     monkeypatch.setattr(server_module, "StopSignals", AskedToFinish)
     with pytest.raises(RuntimeError, match="the router will not stop"):
         await make_server().run()
     assert cluster.is_stopped
+
+
+async def test_one_signal_leaves_ray_in_order(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], cluster: AbsentCluster
+) -> None:
+    monkeypatch.setattr(server_module, "StopSignals", AskedToFinish)
+    await make_server().run()
+    assert cluster.is_stopped
+    assert not cluster.is_abandoned
+
+
+async def test_a_ray_that_does_not_get_on_with_its_end_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], cluster: AbsentCluster
+) -> None:
+    monkeypatch.setattr(server_module, "StopSignals", AskedToFinish)
+    monkeypatch.setattr(server_module, "RAY_END_TIMEOUT_S", 0.1)
+    cluster.is_frozen = True
+    await make_server().run()
+    assert cluster.is_abandoned
+
+
+async def test_a_second_signal_abandons_ray(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], cluster: AbsentCluster
+) -> None:
+    monkeypatch.setattr(server_module, "StopSignals", AskedTwice)
+    cluster.is_frozen = True
+    async with asyncio.timeout(server_module.RAY_END_TIMEOUT_S / 2):
+        await make_server().run()
+    assert cluster.is_abandoned
+
+
+async def test_the_loss_of_ray_ends_the_server_with_one_sentence(
+    make_server: Callable[..., Server], cluster: AbsentCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.loss.set()
+    await make_server().run()
+    assert cluster.is_abandoned
+    assert not cluster.is_stopped
+    (error,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert error == "Ray's raylet has ended, so that no worker can be started any more: the server ends"
+
+
+async def test_one_signal_ends_the_drain_after_the_loss_of_ray(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], cluster: AbsentCluster
+) -> None:
+    async def never(self: Router) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(Router, "wait_idle", never)
+    cluster.loss.set()
+    async with asyncio.timeout(server_module.DRAIN_TIMEOUT_S / 2):
+        await make_server().run()
+    assert cluster.is_abandoned
 
 
 @pytest.mark.parametrize(

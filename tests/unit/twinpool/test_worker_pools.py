@@ -98,7 +98,14 @@ class PlayedCluster:
     async def call(self, function: Callable[[], T]) -> T:
         return function()
 
+    async def wait_lost(self) -> str:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
     async def stop(self) -> None:
+        pass
+
+    def abandon(self) -> None:
         pass
 
 
