@@ -23,8 +23,9 @@ class TransferTicket:
     The prefill worker sends pages ``first_page .. num_prompt_pages - 1`` of the sequence (ordinals, not pool indices: the
     receiver alone knows where they go), where ``first_page = num_cached_tokens // layout.page_size``.
 
-    Invariants: ``attempt >= 1``; ``num_cached_tokens`` is a multiple of the page size and at most ``num_prompt_tokens - 1``.
-    ``lease_s``, above 0 and at most ``MAX_LEASE_S``, is a duration by its owner's clock; ``decode_address`` is HOST:PORT.
+    Invariants: ``attempt >= 1``; ``reservation_id`` is 32 hexadecimal digits; ``num_cached_tokens`` is a multiple of the page
+    size and at most ``num_prompt_tokens - 1``. ``lease_s``, above 0 and at most ``MAX_LEASE_S``, is a duration by its owner's
+    clock; ``decode_address`` is HOST:PORT.
     """
 
     reservation_id: ReservationId
@@ -65,7 +66,7 @@ class HandoffCommit:
     """The prefill worker's claim that every page of one attempt was sent, with the token it sampled at output index 0.
 
     Idempotent by (reservation, attempt): the same commit gets the same answer, another token is refused and counted.
-    Invariant: ``attempt >= 1``.
+    Invariants: ``attempt >= 1``; ``reservation_id`` is 32 hexadecimal digits.
     """
 
     reservation_id: ReservationId

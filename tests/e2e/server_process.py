@@ -59,6 +59,11 @@ class ServerProcess:
         """/admin/workers by id."""
         return {worker["id"]: worker for worker in httpx.get(f"{self.url}/admin/workers").json()["workers"]}
 
+    def is_replaced(self, worker_id: str, old_incarnation: str) -> bool:
+        """Whether a new process of that worker serves."""
+        worker = self.workers()[worker_id]
+        return bool(worker["state"] == "ready" and worker["incarnation"] != old_incarnation)
+
     def page_states(self) -> dict[str, dict[str, int] | None]:
         """/admin/pages' counts by worker id."""
         answer = httpx.get(f"{self.url}/admin/pages?summary=1", timeout=10).json()

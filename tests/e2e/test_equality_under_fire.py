@@ -85,13 +85,9 @@ class Fire:
         await stream.reach(kill.num_tokens)
         worker = self._server.workers()[kill.victim]
         os.kill(worker["pid"], signal.SIGKILL)
-        is_replaced = partial(self._is_replaced, kill.victim, worker["incarnation"])
+        is_replaced = partial(self._server.is_replaced, kill.victim, worker["incarnation"])
         restart_s = await until(is_replaced, RESTART_TIMEOUT_S, f"{kill.victim} to be back")
         print(f"{kill.victim} killed after {kill.num_tokens:2} tokens of {question.name}, back in {restart_s:.1f} s")
-
-    def _is_replaced(self, victim: str, old_incarnation: str) -> bool:
-        worker = self._server.workers()[victim]
-        return bool(worker["state"] == "ready" and worker["incarnation"] != old_incarnation)
 
 
 def make_questions(num_prompts: int) -> list[Question]:

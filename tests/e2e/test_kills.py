@@ -71,7 +71,7 @@ async def test_random_kills_under_eight_streams(tmp_path: Path) -> None:
                     worker = server.workers()[victim]
                     os.kill(worker["pid"], signal.SIGKILL)
                     restart_s = await until(
-                        partial(_is_back, server, victim, worker["incarnation"]), 60, f"{victim} to be back"
+                        partial(server.is_replaced, victim, worker["incarnation"]), 60, f"{victim} to be back"
                     )
                 async with asyncio.timeout(MAX_HANG_S + (0 if victim == "router" else NUM_STREAMS)):
                     streams = await reading
@@ -95,8 +95,3 @@ async def test_random_kills_under_eight_streams(tmp_path: Path) -> None:
                 print(f"| {victim} | {len(times)} | {sorted(times)[len(times) // 2]:.1f} | {max(times):.1f} |")
     finally:
         server.kill()
-
-
-def _is_back(server: ServerProcess, victim: str, old_incarnation: str) -> bool:
-    worker = server.workers()[victim]
-    return bool(worker["state"] == "ready" and worker["incarnation"] != old_incarnation)
