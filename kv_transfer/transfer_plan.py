@@ -4,10 +4,10 @@ it knows neither pools nor transports."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from serving_core.errors import RefusalCode, Refused
-from serving_core.kv_page_layout import KVDType, KVPageLayout
+from serving_core.kv_page_layout import KVPageLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,10 @@ class TransferPlan:
         Raises ``Refused`` (LAYOUT_MISMATCH) for a pair that no plan covers.
         """
         if source != destination:
-            raise Refused(RefusalCode.LAYOUT_MISMATCH, _mismatch(source, destination))
+            differences = source.differences(destination, own_place="at the sender", other_place="at the receiver")
+            raise Refused(
+                RefusalCode.LAYOUT_MISMATCH, f"Pages can only be handed over between equal page layouts, but {differences}."
+            )
         whole_page = ByteRun(source_offset=0, destination_offset=0, num_bytes=source.page_bytes)
         return cls(source=source, destination=destination, runs=(whole_page,))
 
@@ -65,16 +68,3 @@ def _cut_run(run: ByteRun, max_segment_bytes: int) -> Iterator[ByteRun]:
             destination_offset=run.destination_offset + start,
             num_bytes=min(max_segment_bytes, run.num_bytes - start),
         )
-
-
-def _mismatch(source: KVPageLayout, destination: KVPageLayout) -> str:
-    differences = [
-        f"{field.name} is {_word(ours)} at the sender and {_word(theirs)} at the receiver"
-        for field in fields(KVPageLayout)
-        if (ours := getattr(source, field.name)) != (theirs := getattr(destination, field.name))
-    ]
-    return f"Pages can only be handed over between equal page layouts, but {', '.join(differences)}."
-
-
-def _word(value: int | KVDType) -> str:
-    return value.value if isinstance(value, KVDType) else str(value)

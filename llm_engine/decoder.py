@@ -28,7 +28,7 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._frequencies = {  # each [head_dim / 2]
-            rope: rope_frequencies(rope.theta, config.head_dim, rope.scaling) / weights.rope_factors
+            rope: rope_frequencies(rope.theta, config.head_dim, rope.scaling).to(self.device) / weights.rope_factors
             for rope in {layer.rope for layer in config.layers}
             if rope is not None
         }
@@ -37,8 +37,18 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._weights.embedding.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self._weights.embedding.device
+
+    @property
+    def num_tokens(self) -> int:
+        """Logits a row."""
+        return self._config.num_tokens
+
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
-        """Run all layers over the step's tokens. token_ids and positions [num_tokens] → [num_tokens, hidden_size]."""
+        """Run all layers over the step's tokens. token_ids and positions [num_tokens] → [num_tokens, hidden_size], of the type
+        of the embedding's vectors."""
         rotations: dict[Rope | None, Rotation] = {rope: self._rotation(rope, positions) for rope in self._frequencies}
         x = self._weights.embedding(token_ids) * self._config.embedding_scale
         fed: Tensor | None = None  # what the layer before adds to x

@@ -128,7 +128,8 @@ class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
                 raise Refused(
                     RefusalCode.MODEL_MISMATCH,
                     f"Worker {hello.worker_id} computes {phase.value} with {hello.arithmetic(phase)!r} but the others of this "
-                    f"router with {expected!r}: --{phase.value}-quantization none is the same on every machine.",
+                    f"router with {expected!r}: all workers of a phase need the same flags. Unlike processors also need "
+                    "--enforce-eager; GPUs must be of one kind, with equal versions of torch and of what attends.",
                 )
 
     def _check_layout(self, hello: WorkerHello) -> None:
@@ -137,10 +138,13 @@ class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
             if other.hello.worker_id == hello.worker_id or not _can_pair(hello, other.hello):
                 continue
             if other.hello.layout != hello.layout:
+                differences = hello.layout.differences(
+                    other.hello.layout, own_place=f"at {hello.worker_id}", other_place=f"at {other.hello.worker_id}"
+                )
                 raise Refused(
                     RefusalCode.LAYOUT_MISMATCH,
-                    f"Worker {hello.worker_id} has page layout {hello.layout.layout_print} but no transfer covers it together "
-                    f"with {other.hello.layout.layout_print} of {other.hello.worker_id}.",
+                    f"Worker {hello.worker_id} has KV pages of layout {hello.layout.layout_print}, and nothing converts them "
+                    f"for {other.hello.worker_id}, whose layout is {other.hello.layout.layout_print}: {differences}.",
                 )
 
 

@@ -1,5 +1,7 @@
 // Rotary embedding of queries and keys, which go on to where they are needed: keys, with their values, into the paged cache.
-#include "simd.h"
+#include <vector>
+
+#include "cached_numbers.h"
 
 namespace twinpool {
 namespace {
@@ -20,28 +22,67 @@ void rotate(const bf16* source, const float* cos, const float* sin, bf16* destin
     }
 }
 
+template <class Number>
+struct Problem {
+    const bf16* query;  // [num_tokens, num_heads, head_dim]: a token's heads lie side by side, tokens the stride apart
+    int64_t query_stride;
+    const bf16* key;  // [num_tokens, num_kv_heads, head_dim], likewise
+    int64_t key_stride;
+    const bf16* value;
+    int64_t value_stride;
+    const float* cos;  // [num_tokens, head_dim / 2], or null
+    const float* sin;
+    bf16* rotated;  // the queries, without gaps
+    Number* pages;  // a token's keys go to pages + slots[token], its values value_offset further
+    const int64_t* slots;
+    int64_t value_offset;
+    float* scales;  // [num_kv_heads] of each go to scales + scale_slots[token], in the same way; null for numbers without
+    const int64_t* scale_slots;
+    int64_t scale_value_offset;
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim;
+};
+
+template <class Number>
+void rotate_and_store(const Problem<Number>& p) {
+    const int64_t half = p.head_dim / 2;
+#pragma omp parallel if (p.num_tokens * p.num_heads * p.head_dim >= kMinParallelWork)
+    {
+        std::vector<bf16> head(p.head_dim);
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < p.num_tokens; m++) {
+            const float* c = p.cos ? p.cos + m * half : nullptr;
+            const float* s = p.sin ? p.sin + m * half : nullptr;
+            Number* keys = p.pages + p.slots[m];
+            float* scales = has_scales<Number> ? p.scales + p.scale_slots[m] : nullptr;
+            for (int64_t h = 0; h < p.num_heads; h++)
+                rotate(p.query + m * p.query_stride + h * p.head_dim, c, s, p.rotated + (m * p.num_heads + h) * p.head_dim,
+                       p.head_dim);
+            for (int64_t h = 0; h < p.num_kv_heads; h++) {
+                const int64_t place = h * p.head_dim;
+                rotate(p.key + m * p.key_stride + place, c, s, head.data(), p.head_dim);
+                store_head(head.data(), keys + place, scales + h, p.head_dim);
+                store_head(p.value + m * p.value_stride + place, keys + p.value_offset + place,
+                           scales + p.scale_value_offset + h, p.head_dim);
+            }
+        }
+    }
+}
+
 }  // namespace
 }  // namespace twinpool
 
-using namespace twinpool;
-
-// query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim]: a token's heads lie side by
-// side, tokens lie the given strides apart. cos and sin [num_tokens, head_dim / 2], or null. rotated, the queries, has no gaps.
-// A token's keys go to pages + slots[token], its values lie value_offset further.
-extern "C" void twinpool_rotate_and_store(const uint16_t* query, int64_t query_stride, const uint16_t* key,
-                                          int64_t key_stride, const uint16_t* value, int64_t value_stride, const float* cos,
-                                          const float* sin, uint16_t* rotated, uint16_t* pages, const int64_t* slots,
-                                          int64_t value_offset, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                                          int64_t head_dim) {
-#pragma omp parallel for schedule(static) if (num_tokens * num_heads * head_dim >= kMinParallelWork)
-    for (int64_t m = 0; m < num_tokens; m++) {
-        const float* c = cos ? cos + m * (head_dim / 2) : nullptr;
-        const float* s = sin ? sin + m * (head_dim / 2) : nullptr;
-        bf16* slot = pages + slots[m];
-        for (int64_t h = 0; h < num_heads; h++)
-            rotate(query + m * query_stride + h * head_dim, c, s, rotated + (m * num_heads + h) * head_dim, head_dim);
-        for (int64_t h = 0; h < num_kv_heads; h++)
-            rotate(key + m * key_stride + h * head_dim, c, s, slot + h * head_dim, head_dim);
-        std::memcpy(slot + value_offset, value + m * value_stride, num_kv_heads * head_dim * sizeof(bf16));
+// See Problem.
+#define TWINPOOL_ROTATE_AND_STORE(name, Number)                                                                              \
+    extern "C" void name(const uint16_t* query, int64_t query_stride, const uint16_t* key, int64_t key_stride,               \
+                         const uint16_t* value, int64_t value_stride, const float* cos, const float* sin,                    \
+                         uint16_t* rotated, void* pages, const int64_t* slots, int64_t value_offset, float* scales,          \
+                         const int64_t* scale_slots, int64_t scale_value_offset, int64_t num_tokens, int64_t num_heads,      \
+                         int64_t num_kv_heads, int64_t head_dim) {                                                           \
+        twinpool::rotate_and_store<Number>({query, query_stride, key, key_stride, value, value_stride, cos, sin, rotated,    \
+                                            (Number*)pages, slots, value_offset, scales, scale_slots, scale_value_offset,    \
+                                            num_tokens, num_heads, num_kv_heads, head_dim});                                 \
     }
-}
+
+TWINPOOL_ROTATE_AND_STORE(twinpool_rotate_and_store_bfloat16, twinpool::bf16)
+TWINPOOL_ROTATE_AND_STORE(twinpool_rotate_and_store_float16, twinpool::float16)
+TWINPOOL_ROTATE_AND_STORE(twinpool_rotate_and_store_int8, int8_t)

@@ -1,4 +1,4 @@
-"""Where a step's tokens find their keys and values in the paged cache."""
+"""Where the tokens of a decode step find their keys and values in the paged cache."""
 
 from __future__ import annotations
 
@@ -15,4 +15,3 @@ class StepPlaces:
     page_ids: Tensor  # [num_pages of all rows], int32
     tables: Tensor  # [num_tokens], int32: where in page_ids the token's page table begins
     num_keys: Tensor  # [num_tokens], int32: keys up to the token, itself among them
-    slots: Tensor  # [num_tokens], int64: the token's place in its layer, in elements from the first page's

@@ -35,6 +35,7 @@ def test_equal_layouts_are_copied_byte_for_byte(max_segment_bytes: int) -> None:
         (replace(LAYOUT, head_dim=16), "head_dim is 8 at the sender and 16 at the receiver"),
         (replace(LAYOUT, page_size=8), "page_size is 4 at the sender and 8 at the receiver"),
         (replace(LAYOUT, dtype=KVDType.FLOAT32), "dtype is bfloat16 at the sender and float32 at the receiver"),
+        (replace(LAYOUT, dtype=KVDType.INT8), "dtype is bfloat16 at the sender and int8 at the receiver"),
     ],
 )
 def test_layouts_that_differ_are_refused_in_one_sentence(other: KVPageLayout, words: str) -> None:

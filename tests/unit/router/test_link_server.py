@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from router.worker_directory import WorkerState
 from serving_core.errors import RefusalCode
+from serving_core.kv_page_layout import KVDType
 from serving_core.rpc.channel import open_channel
 from serving_core.rpc.convert import hello_to_pb, refusal_from_pb
 from serving_core.rpc.v1 import router_link_pb2, router_link_pb2_grpc
 from serving_core.worker_status import PhaseName
-from tests.unit.router.fake_worker import OTHER_LAYOUT, FakeWorker, make_hello, make_key, make_status
+from tests.unit.router.fake_worker import LAYOUT, OTHER_LAYOUT, FakeWorker, make_hello, make_key, make_status
 from tests.unit.router.pair import LEASE_S, Pair, collect, make_request
 
 PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
@@ -57,6 +59,11 @@ async def test_worker_is_taken_in_and_lost(pair: Pair, workers: list[FakeWorker]
         ({"model_name": "other"}, RefusalCode.MODEL_MISMATCH, ("'other'", "'tiny'")),
         ({"model_print": "print-b"}, RefusalCode.MODEL_MISMATCH, ("print-b", "print-a")),
         ({"layout": OTHER_LAYOUT}, RefusalCode.LAYOUT_MISMATCH, (OTHER_LAYOUT.layout_print, "prefill-0")),
+        (
+            {"layout": replace(LAYOUT, dtype=KVDType.INT8)},
+            RefusalCode.LAYOUT_MISMATCH,
+            ("dtype is int8 at decode-0 and float32 at prefill-0",),
+        ),
     ],
 )
 async def test_worker_that_does_not_match_is_refused(
@@ -84,6 +91,7 @@ async def test_workers_of_a_phase_must_compute_alike(pair: Pair, workers: list[F
     assert other.refused is not None
     assert other.refused.code is RefusalCode.MODEL_MISMATCH
     assert "Worker decode-1 computes decode with 'torch bfloat16' but the others" in str(other.refused)
+    assert "Unlike processors also need --enforce-eager; GPUs must be of one kind" in str(other.refused)
 
     # 3. So would one that takes the place of the first.
     await workers[0].hang_up()
