@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,21 @@ from pathlib import Path
 import pytest
 
 from llm_engine.native import kernels
+from llm_engine.native.compiler import compilers
 from llm_engine.native.kernels import why_no_kernels
 from llm_engine.native.library import NativeLibrary, find_library
 
 pytestmark = pytest.mark.usefixtures("library")  # else there is nothing to test
 _LOAD = "from llm_engine.native.library import load_library; assert load_library() is not None"
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own without its optimiser, which takes three quarters of the time: what is built here never computes."""
+    script = tmp_path_factory.mktemp("compiler") / "c++"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(compilers()[0])} "$@" -O0\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
 
 
 @pytest.fixture
@@ -38,12 +49,6 @@ def test_it_is_built_once(cache: Path) -> None:
     before = built.stat().st_mtime_ns
     subprocess.run([sys.executable, "-c", _LOAD], check=True)
     assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [before]
-
-    # 3. What is no library is built again.
-    built.unlink()
-    built.touch()
-    subprocess.run([sys.executable, "-c", _LOAD], check=True)
-    assert built.stat().st_size > 0
 
 
 @pytest.mark.parametrize(
