@@ -20,7 +20,6 @@ pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 8
 NUM_TOKENS = 60
-SHORT_ANSWER = 16
 LONG_PROMPT = "word " * 900
 RECOVERY_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
@@ -84,9 +83,9 @@ async def test_kill_9_beside_a_second_worker(tmp_path: Path) -> None:
         for victim in ("decode-0", "prefill-0"):
             await until(server.are_all_ready, RECOVERY_TIMEOUT_S, "every worker to be ready")
             async with http_client(server.url) as client:
-                _, tasks = await start_streams(client, SHORT_ANSWER)
+                _, tasks = await start_streams(client, NUM_TOKENS)
                 undisturbed = [(await task).text for task in tasks]
-                streams, tasks = await start_streams(client, SHORT_ANSWER)
+                streams, tasks = await start_streams(client, NUM_TOKENS)
                 server.signal_worker(victim, signal.SIGKILL)
                 await assert_all_end_in_time(tasks)
             assert [stream.error for stream in streams] == [None] * NUM_STREAMS, victim
@@ -97,7 +96,7 @@ async def test_kill_9_where_nobody_may_wait_for_long(tmp_path: Path) -> None:
     with serving(tmp_path / "log", *SERVER_FLAGS, "--worker-wait", f"{WORKER_WAIT_S:g}") as server:
         for worker_id in ("decode-0", "prefill-0"):
             async with http_client(server.url) as client:
-                streams, tasks = await start_streams(client, SHORT_ANSWER)
+                streams, tasks = await start_streams(client, NUM_TOKENS)
                 server.signal_worker(worker_id, signal.SIGKILL)
                 await assert_all_end_in_time(tasks)
                 endings = [(stream.error or {}).get("code") or stream.finish_reason for stream in streams]
