@@ -187,12 +187,9 @@ def _load(
 
 def _library_for(checkpoint: Checkpoint, dtype: KVDType) -> tuple[NativeLibrary | None, str | None]:
     """None where torch computes the model, and why there are no kernels where that is the reason."""
-    if dtype is not KVDType.BFLOAT16:
+    if not has_native_form(dtype, checkpoint.config, has_kernels=True):
+        if dtype is KVDType.BFLOAT16:
+            _log.info("%s has rows that the native kernels do not take: torch computes with it", checkpoint.path)
         return None, None
     found = find_library()
-    if isinstance(found, str):
-        return None, found
-    if has_native_form(dtype, checkpoint.config, has_kernels=True):
-        return found, None
-    _log.info("%s has rows that the native kernels do not take: torch computes with it", checkpoint.path)
-    return None, None
+    return (None, found) if isinstance(found, str) else (found, None)

@@ -77,7 +77,9 @@ def _sample_rows(plan: StepPlan, logits: Tensor, sampler: Sampler) -> StepResult
     failures: list[str | None] = []
     for row in plan.rows:
         choice = None if row.sample is None else next(choices)
-        is_unusable = isinstance(choice, UnusableLogits)
-        tokens.append(None if isinstance(choice, UnusableLogits) else choice)
-        failures.append(f"No token can be chosen for sequence {row.key}: {choice}." if is_unusable else None)
+        failure: str | None = None
+        if isinstance(choice, UnusableLogits):
+            choice, failure = None, f"No token can be chosen for sequence {row.key}: {choice}."
+        tokens.append(choice)
+        failures.append(failure)
     return StepResult(tokens=tuple(tokens), failures=tuple(failures) if any(failures) else ())

@@ -9,11 +9,12 @@ import os
 from collections.abc import Sequence
 
 from llm_engine.checkpoint import StoredModel
+from llm_engine.model_config import ModelConfig
 from llm_engine.native.kernels import why_no_kernels
 from llm_engine.open_checkpoint import read_stored_model
+from llm_engine.weight_plan import has_native_form
 from router.chat_template import read_chat_template
 from router.tokenizer import read_tokenizer
-from serving_core.kv_page_layout import KVDType
 from twinpool.cluster import LOCAL
 from twinpool.http_server import listen
 from twinpool.machine_memory import available_memory_bytes
@@ -35,7 +36,7 @@ def serve_command(flags: argparse.Namespace) -> int:
     specs = make_worker_specs(config, model, cores, ())
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     has_kernels = config.address != LOCAL  # of nodes that others run it is not known, and assumed
-    if _wants_kernels(config, specs):
+    if _wants_kernels(config, specs, model):
         missing = why_no_kernels()
         has_kernels = missing is None
         if missing is not None:
@@ -58,12 +59,14 @@ def serve_command(flags: argparse.Namespace) -> int:
     return 0
 
 
-def _wants_kernels(config: ServeConfig, specs: Sequence[WorkerSpec]) -> bool:
+def _wants_kernels(config: ServeConfig, specs: Sequence[WorkerSpec], model: ModelConfig) -> bool:
     """Whether workers on this machine will compute with the native kernels, if those run here."""
     if config.address != LOCAL or config.is_on_gpus:
         return False
     return any(
-        spec.engine.dtype is KVDType.BFLOAT16 and not spec.engine.is_eager(phase) for spec in specs for phase in spec.phases
+        has_native_form(spec.engine.dtype, model, has_kernels=not spec.engine.is_eager(phase))
+        for spec in specs
+        for phase in spec.phases
     )
 
 

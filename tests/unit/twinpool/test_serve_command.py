@@ -20,8 +20,9 @@ WHY_NOT = "cannot be built (c++: status 1)"
 
 def wants_kernels(*argv: str) -> bool:
     config = make_serve_config(make_parser().parse_args(["serve", *argv]))
-    specs = make_worker_specs(config, read_model_config(config.model.path), plan_server_cores(config, range(2)), ())
-    return serve_command._wants_kernels(config, specs)
+    model = read_model_config(config.model.path)
+    specs = make_worker_specs(config, model, plan_server_cores(config, range(2)), ())
+    return serve_command._wants_kernels(config, specs, model)
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, why_no_kernels: str | None, *argv: str) -> ServeConfig:
