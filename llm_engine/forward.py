@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -31,11 +32,10 @@ class EagerForward:
 
     def logits(self, plan: StepPlan) -> Tensor | None:
         step = self._attention.begin_step(attention_rows(plan.rows))
-        token_ids = self._padded([token_id for row in plan.rows for token_id in row.token_ids])
-        positions = self._padded([position for row in plan.rows for position in _positions(row)])
+        token_ids, positions = self._padded(token_ids_of(plan.rows)), self._padded(positions_of(plan.rows))
         hidden = self._decoder.hidden_states(token_ids, positions, step)  # [num_tokens, hidden_size]
-        last_tokens = list(_last_tokens(plan))
-        return self._decoder.logits(hidden[self._padded(last_tokens)]) if last_tokens else None
+        sampled = last_tokens(plan.rows)
+        return self._decoder.logits(hidden[self._padded(sampled)]) if sampled else None
 
     def _padded(self, values: list[int]) -> Tensor:
         """The values, then zeros up to a multiple, on the model's device."""
@@ -49,14 +49,17 @@ def attention_rows(rows: Sequence[PlanRow]) -> list[AttentionRow]:
     ]
 
 
-def _positions(row: PlanRow) -> range:
-    return range(row.start_position, row.start_position + len(row.token_ids))
+def token_ids_of(rows: Sequence[PlanRow]) -> list[int]:
+    """Of all tokens of the step, one row after another."""
+    return [token_id for row in rows for token_id in row.token_ids]
 
 
-def _last_tokens(plan: StepPlan) -> Iterator[int]:
+def positions_of(rows: Sequence[PlanRow]) -> list[int]:
+    """Of the same tokens in their sequences."""
+    return [row.start_position + index for row in rows for index in range(len(row.token_ids))]
+
+
+def last_tokens(rows: Sequence[PlanRow]) -> list[int]:
     """Places, among the step's tokens, of those after which a row samples."""
-    end = 0
-    for row in plan.rows:
-        end += len(row.token_ids)
-        if row.sample is not None:
-            yield end - 1
+    ends = accumulate(len(row.token_ids) for row in rows)
+    return [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample is not None]

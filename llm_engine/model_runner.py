@@ -7,15 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llm_engine.attention import ROW_MULTIPLE, AttentionBackend, TorchAttention
+from llm_engine.attention import ROW_MULTIPLE, TorchAttention
 from llm_engine.cuda.cuda_forward import cuda_forward
+from llm_engine.decoder import Decoder
 from llm_engine.device import CPU, settle, to_host
 from llm_engine.forward import EagerForward, Forward
 from llm_engine.kv_cache import KVCache
 from llm_engine.load_model import LoadedModel
+from llm_engine.model_config import ModelConfig
+from llm_engine.native.library import NativeLibrary
 from llm_engine.native_attention import NativeAttention
 from llm_engine.native_prefill_attention import NativePrefillAttention
 from llm_engine.native_sampler import NativeSampler
+from llm_engine.recorded_forward import RecordedForward
 from llm_engine.sampler import RowSampler, Sampler, UnusableLogits
 from llm_engine.step_plan import SampledToken, StepPlan, StepResult
 from serving_core.worker_status import PhaseName
@@ -34,12 +38,13 @@ class ModelRunner:
 
     No row's result depends on how many others there are: the native kernels compute each for itself, and for torch's every
     batch of rows is padded to a multiple of four before a matrix product (see ``attention``). What holds on CUDA is less, see
-    docs/gpu.md. There, decode steps of up to ``max_graph_rows`` rows are launched as CUDA graphs.
+    docs/gpu.md. Decode steps of up to ``max_recorded_rows`` rows, each a token, are recorded at the start, as calls of native
+    kernels or as CUDA graphs, and replayed.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, *, max_graph_rows: int = 0) -> None:
+    def __init__(self, loaded: LoadedModel, cache: KVCache, *, max_recorded_rows: int = 0) -> None:
         self._device = cache.tensor.device
-        self._engines = {phase: _engine_of(phase, loaded, cache, max_graph_rows) for phase in loaded.phases}
+        self._engines = {phase: _engine_of(phase, loaded, cache, max_recorded_rows) for phase in loaded.phases}
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -53,20 +58,38 @@ class ModelRunner:
         return _sample_rows(plan, to_host(logits), engine.sampler)
 
 
-def _engine_of(phase: PhaseName, loaded: LoadedModel, cache: KVCache, max_graph_rows: int) -> _PhaseEngine:
+def _engine_of(phase: PhaseName, loaded: LoadedModel, cache: KVCache, max_recorded_rows: int) -> _PhaseEngine:
     model, config = loaded.phases[phase], loaded.config
     if model.decoder.device != CPU:
-        forward = cuda_forward(phase, model.decoder, config, cache, model.paged_kernel, max_graph_rows=max_graph_rows)
+        forward = cuda_forward(phase, model.decoder, config, cache, model.paged_kernel, max_graph_rows=max_recorded_rows)
         return _PhaseEngine(forward=forward, sampler=RowSampler())
-    windows = [layer.sliding_window for layer in config.layers]
-    attention: AttentionBackend
     if model.library is None:
+        windows = [layer.sliding_window for layer in config.layers]
         attention = TorchAttention(cache, scale=config.attention_scale, sliding_windows=windows)
         return _PhaseEngine(forward=EagerForward(model.decoder, attention, row_multiple=ROW_MULTIPLE), sampler=RowSampler())
-    native = NativeAttention if phase is PhaseName.DECODE else NativePrefillAttention
-    attention = native(cache, model.library, scale=config.attention_scale, sliding_windows=windows)
-    forward = EagerForward(model.decoder, attention, row_multiple=1)
+    forward = _native_forward(phase, model.decoder, model.library, config, cache, max_recorded_rows=max_recorded_rows)
     return _PhaseEngine(forward=forward, sampler=NativeSampler(model.library))
+
+
+def _native_forward(
+    phase: PhaseName,
+    decoder: Decoder,
+    library: NativeLibrary,
+    config: ModelConfig,
+    cache: KVCache,
+    *,
+    max_recorded_rows: int,
+) -> Forward:
+    scale, windows = config.attention_scale, [layer.sliding_window for layer in config.layers]
+    if phase is not PhaseName.DECODE:
+        prefill_attention = NativePrefillAttention(cache, library, scale=scale, sliding_windows=windows)
+        return EagerForward(decoder, prefill_attention, row_multiple=1)
+    attention = NativeAttention(cache, library, scale=scale, sliding_windows=windows)
+    eager = EagerForward(decoder, attention, row_multiple=1)
+    if max_recorded_rows == 0 or config.experts is not None:  # which experts compute is only known within the step
+        return eager
+    max_row_pages = min(cache.num_pages, cache.layout.num_pages_for(config.max_model_len))
+    return RecordedForward(decoder, attention, library, max_tokens=max_recorded_rows, max_row_pages=max_row_pages, eager=eager)
 
 
 def _sample_rows(plan: StepPlan, logits: Tensor, sampler: Sampler) -> StepResult:

@@ -13,7 +13,7 @@ from llm_engine.attention import AttentionRow, clear_entered_pages
 from llm_engine.kv_cache import KVCache
 from llm_engine.native.library import CACHE_TYPES, NativeLibrary
 from llm_engine.native.prompt_places import DIM_MULTIPLE, KEY_MULTIPLE, PromptPlaces
-from llm_engine.native_step import NativeStep, page_tables
+from llm_engine.native_step import NativeStep, cache_slots, page_tables
 from llm_engine.padding import padded
 
 
@@ -32,7 +32,7 @@ class NativePrefillAttention:
     def begin_step(self, rows: Sequence[AttentionRow]) -> NativeStep:
         clear_entered_pages(self._cache, rows)
         attend = functools.partial(self._attend, _prompt_places(rows, self._cache))
-        return NativeStep(self._cache, self._library, rows, attend)
+        return NativeStep(self._cache, self._library, cache_slots(rows, self._cache), attend)
 
     def _attend(self, prompts: PromptPlaces, layer: int, query: Tensor) -> Tensor:
         return self._library.attend_prompts(

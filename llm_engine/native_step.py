@@ -22,11 +22,11 @@ class NativeStep:
     padding, when the step's keys and values are in the cache; it returns [num_tokens, num_heads * head_dim]."""
 
     def __init__(
-        self, cache: KVCache, library: NativeLibrary, rows: Sequence[AttentionRow], attend: Callable[[int, Tensor], Tensor]
+        self, cache: KVCache, library: NativeLibrary, slots: CacheSlots, attend: Callable[[int, Tensor], Tensor]
     ) -> None:
         self._cache = cache
         self._library = library
-        self._slots = _cache_slots(rows, cache)
+        self._slots = slots
         self._attend = attend
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None) -> Tensor:
@@ -56,7 +56,7 @@ def page_tables(rows: Sequence[AttentionRow]) -> Tensor:
     return torch.from_numpy(np.fromiter(chain.from_iterable(row.page_ids for row in rows), np.int32, num_pages))
 
 
-def _cache_slots(rows: Sequence[AttentionRow], cache: KVCache) -> CacheSlots:
+def cache_slots(rows: Sequence[AttentionRow], cache: KVCache) -> CacheSlots:
     """Of all tokens of the rows, one after another."""
     page_size = cache.layout.page_size
     places = [

@@ -93,7 +93,7 @@ class Worker:
         self._phases: list[Phase] = [phase for phase in (self._decode, self._prefill) if phase is not None]
         self._loop = StepLoop(
             runner=ModelRunner(
-                loaded, self._cache, max_graph_rows=0 if engine.is_eager(PhaseName.DECODE) else engine.max_num_seqs
+                loaded, self._cache, max_recorded_rows=0 if engine.is_eager(PhaseName.DECODE) else engine.max_num_seqs
             ),
             phases=self._phases,
             clock=clock,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -13,3 +14,16 @@ class CacheSlots:
 
     slots: Tensor  # [num_tokens], int64
     scale_slots: Tensor | None  # [num_tokens], int64: the same for the scales of a cache that has them
+
+    @classmethod
+    def empty(cls, *, max_tokens: int, has_scales: bool) -> CacheSlots:
+        """Room for ``copy_``."""
+        slots, scale_slots = torch.empty(2, max_tokens, dtype=torch.int64)
+        return cls(slots=slots, scale_slots=scale_slots if has_scales else None)
+
+    def copy_(self, other: CacheSlots) -> None:
+        """Take over the numbers of ``other``, in place."""
+        self.slots[: len(other.slots)] = other.slots
+        if self.scale_slots is not None:
+            assert other.scale_slots is not None
+            self.scale_slots[: len(other.scale_slots)] = other.scale_slots

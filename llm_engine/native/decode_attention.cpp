@@ -25,6 +25,7 @@ constexpr int kSlice = 2;  // pieces of a head summed together
 
 template <class Number>
 struct Problem {
+    int64_t num_tokens;
     const bf16* query;  // [num_tokens, num_heads, head_dim]
     const Number* pages;  // of one layer: page p's keys begin at p * page_stride, its values value_offset further
     const float* scales;  // [page_size, num_kv_heads] of one layer, in the same way; null for numbers without
@@ -32,7 +33,7 @@ struct Problem {
     const int32_t* tables;  // [num_tokens]: where in page_ids that of the token's sequence begins
     const int32_t* num_keys;  // [num_tokens]
     bf16* output;  // [num_tokens, num_heads, head_dim]
-    int64_t num_tokens, num_heads, num_kv_heads, head_dim, page_size, page_stride, value_offset;
+    int64_t num_heads, num_kv_heads, head_dim, page_size, page_stride, value_offset;
     int64_t scale_page_stride, scale_value_offset;
     int64_t window;  // keys that a token attends to, at most
     float scale;
@@ -379,18 +380,8 @@ void attend(const Problem<Number>& p) {
 }  // namespace
 }  // namespace twinpool
 
-// See Problem.
-#define TWINPOOL_ATTEND(name, Number)                                                                                        \
-    extern "C" void name(const uint16_t* query, const void* pages, const float* scales, const int32_t* page_ids,             \
-                         const int32_t* tables, const int32_t* num_keys, uint16_t* output, int64_t num_tokens,               \
-                         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t page_size, int64_t page_stride,  \
-                         int64_t value_offset, int64_t scale_page_stride, int64_t scale_value_offset, int64_t window,        \
-                         float scale) {                                                                                      \
-        twinpool::attend<Number>({query, (const Number*)pages, scales, page_ids, tables, num_keys, output, num_tokens,       \
-                                  num_heads, num_kv_heads, head_dim, page_size, page_stride, value_offset,                   \
-                                  scale_page_stride, scale_value_offset, window, scale});                                    \
-    }
+extern "C" void twinpool_attend_bfloat16(const twinpool::Problem<twinpool::bf16>* call) { twinpool::attend(*call); }
 
-TWINPOOL_ATTEND(twinpool_attend_bfloat16, twinpool::bf16)
-TWINPOOL_ATTEND(twinpool_attend_float16, twinpool::float16)
-TWINPOOL_ATTEND(twinpool_attend_int8, int8_t)
+extern "C" void twinpool_attend_float16(const twinpool::Problem<twinpool::float16>* call) { twinpool::attend(*call); }
+
+extern "C" void twinpool_attend_int8(const twinpool::Problem<int8_t>* call) { twinpool::attend(*call); }

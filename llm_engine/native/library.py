@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from ctypes import c_float, c_int64, c_void_p
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from llm_engine.model_config import Activation
 from llm_engine.native.cache_slots import CacheSlots
+from llm_engine.native.calls import ActivateMultiplyCall, AttendCall, LinearCall, RmsNormCall, RotateAndStoreCall
 from llm_engine.native.kernels import Kernels, NoKernels, open_kernels
 from llm_engine.native.packed_weight import PackedWeight
 from llm_engine.native.prompt_places import DIM_MULTIPLE, KEY_MULTIPLE, PromptPlaces
+from llm_engine.native.recording import Recording
 from llm_engine.native.step_places import StepPlaces
 from llm_engine.weight_form import WeightForm
 
@@ -51,34 +55,47 @@ class NativeLibrary:
     worker's asyncio thread run every 5 ms at best, which is Python's switch interval. On a busy machine, a thread that woke
     every 2 ms came 2 to 4 ms late instead of 9 to 13; steps took 4 to 14 % longer, and a third while it computed for 1 ms each
     time. The other kernels take a few microseconds, in a full prefill step up to half a millisecond, and keep the lock: that
-    halves how often a step may have to wait for it.
+    halves how often a step may have to wait for it. A replay releases it once.
+
+    Within ``recording`` no kernel runs: calls are kept, to be replayed. Those that cannot be fail an assertion.
 
     Sizes are read from shapes: ``len`` of a tensor is a function in Python, and took 1 % of a step of one sequence.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         holding, releasing = kernels.holding, kernels.releasing
-        self._linear = {
-            form: _function(releasing, f"twinpool_linear_{form.value}", *[c_void_p] * 5, *[c_int64] * 4) for form in WeightForm
-        }
-        self._rms_norm = _function(holding, "twinpool_rms_norm_bfloat16", *[c_void_p] * 3, *[c_int64] * 4, c_float)
-        self._add_rms_norm = _function(holding, "twinpool_add_rms_norm_float32", *[c_void_p] * 4, *[c_int64] * 2, c_float)
-        store = (*[c_void_p, c_int64] * 3, *[c_void_p] * 5, c_int64, *[c_void_p] * 2, *[c_int64] * 5)
+        self._recording: Recording | None = None
+        self._replay = _function(releasing, "twinpool_replay", c_void_p, c_int64, c_int64)
+        self._linear = {form: _function(releasing, f"twinpool_linear_{form.value}", c_void_p) for form in WeightForm}
+        self._rms_norm = _function(holding, "twinpool_rms_norm_bfloat16", c_void_p)
+        self._add_rms_norm = _function(holding, "twinpool_add_rms_norm_float32", c_void_p)
         self._rotate_and_store = {
-            dtype: _function(holding, f"twinpool_rotate_and_store_{name}", *store) for dtype, name in CACHE_TYPES.items()
+            dtype: _function(holding, f"twinpool_rotate_and_store_{name}", c_void_p) for dtype, name in CACHE_TYPES.items()
         }
-        attend = (*[c_void_p] * 7, *[c_int64] * 10, c_float)
-        self._attend = {dtype: _function(releasing, f"twinpool_attend_{name}", *attend) for dtype, name in CACHE_TYPES.items()}
+        self._attend = {dtype: _function(releasing, f"twinpool_attend_{name}", c_void_p) for dtype, name in CACHE_TYPES.items()}
         attend = (*[c_void_p] * 9, *[c_int64] * 10, c_float)
         self._attend_prompts = {
             dtype: _function(releasing, f"twinpool_attend_prompts_{name}", *attend) for dtype, name in CACHE_TYPES.items()
         }
         self._sample = _function(releasing, "twinpool_sample", *[c_void_p] * 8, *[c_int64] * 3)
-        multiply = (c_void_p, c_void_p, c_int64, c_int64)
         self._multiply = {
-            Activation.SILU: _function(holding, "twinpool_silu_multiply", *multiply),
-            Activation.GELU_TANH: _function(holding, "twinpool_gelu_tanh_multiply", *multiply),
+            Activation.SILU: _function(holding, "twinpool_silu_multiply", c_void_p),
+            Activation.GELU_TANH: _function(holding, "twinpool_gelu_tanh_multiply", c_void_p),
         }
+
+    @contextmanager
+    def recording(self, max_tokens: int) -> Iterator[Recording]:
+        """Keep the calls that are made within, of ``max_tokens`` tokens each, on memory of the recording."""
+        assert self._recording is None
+        self._recording = Recording(max_tokens)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def replay(self, recording: Recording, num_tokens: int) -> None:
+        """Make the recorded calls, of the first ``num_tokens`` of the tokens that they were recorded with."""
+        recording.replay(self._replay, num_tokens)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """x [num_rows, num_in], bias float32 [num_out] → x times the weight, plus bias, bfloat16 or float32 [num_rows,
@@ -87,18 +104,19 @@ class NativeLibrary:
         num_rows, num_in = x.shape
         assert num_in == weight.num_in
         assert bias is None or (_is_plain(bias, torch.float32) and bias.shape[0] == weight.num_out)
-        output = x.new_empty(num_rows, weight.num_out, dtype=out_dtype)
-        self._linear[weight.form](
+        output = self._empty(num_rows, weight.num_out, dtype=out_dtype)
+        call = LinearCall(
+            num_rows,
             x.data_ptr(),
             weight.data.data_ptr(),
             None if weight.scales is None else weight.scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
             output.data_ptr(),
             out_dtype is torch.float32,
-            num_rows,
             num_in,
             weight.num_out,
         )
+        self._make(self._linear[weight.form], call)
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -111,8 +129,9 @@ class NativeLibrary:
         assert x.dim() == 2 or (x.dim() == 3 and x.stride(1) == size)
         assert _is_plain(weight, torch.float32)
         assert weight.shape[0] == size
-        output = x.new_empty(x.shape)
-        self._rms_norm(*(x.data_ptr(), weight.data_ptr(), output.data_ptr()), *(x.shape[0], num_heads, size, x.stride(0)), eps)
+        output = self._empty(*x.shape)
+        addresses = (x.data_ptr(), None, weight.data_ptr(), output.data_ptr())
+        self._make(self._rms_norm, RmsNormCall(x.shape[0], *addresses, num_heads, size, x.stride(0), eps))
         return output
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -123,23 +142,18 @@ class NativeLibrary:
         assert _is_plain(weight, torch.float32)
         num_rows, size = x.shape
         assert weight.shape[0] == size
-        output = x.new_empty(num_rows, size, dtype=torch.bfloat16)
-        self._add_rms_norm(
-            x.data_ptr(),
-            None if delta is None else delta.data_ptr(),
-            weight.data_ptr(),
-            output.data_ptr(),
-            *(num_rows, size),
-            eps,
-        )
+        output = self._empty(num_rows, size)
+        addresses = (x.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), output.data_ptr())
+        self._make(self._add_rms_norm, RmsNormCall(num_rows, *addresses, 1, size, size, eps))
         return output
 
     def activate_multiply(self, activation: Activation, gate_up: Tensor) -> Tensor:
         """gate_up [num_rows, 2 * size] → the activated first half times the second, [num_rows, size]."""
         assert _is_plain(gate_up, torch.bfloat16)
         num_rows, both_sizes = gate_up.shape
-        output = gate_up.new_empty(num_rows, both_sizes // 2)
-        self._multiply[activation](gate_up.data_ptr(), output.data_ptr(), num_rows, both_sizes // 2)
+        output = self._empty(num_rows, both_sizes // 2)
+        call = ActivateMultiplyCall(num_rows, gate_up.data_ptr(), output.data_ptr(), both_sizes // 2)
+        self._make(self._multiply[activation], call)
         return output
 
     def rotate_and_store(
@@ -173,8 +187,9 @@ class NativeLibrary:
         cos, sin = angles if angles is not None else (None, None)
         assert cos is None or (_is_plain(cos, torch.float32) and cos.shape == (num_tokens, head_dim // 2))
         assert sin is None or (_is_plain(sin, torch.float32) and sin.shape == (num_tokens, head_dim // 2))
-        output = query.new_empty(num_tokens, num_heads, head_dim)
-        self._rotate_and_store[cache.dtype](
+        output = self._empty(num_tokens, num_heads, head_dim)
+        call = RotateAndStoreCall(
+            num_tokens,
             *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)),
             None if cos is None else cos.data_ptr(),
             None if sin is None else sin.data_ptr(),
@@ -182,8 +197,9 @@ class NativeLibrary:
             None if scales is None else _layer_pointer(scales, layer),
             None if slots.scale_slots is None else slots.scale_slots.data_ptr(),
             0 if scales is None else scales.stride(2),
-            *(num_tokens, num_heads, num_kv_heads, head_dim),
+            *(num_heads, num_kv_heads, head_dim),
         )
+        self._make(self._rotate_and_store[cache.dtype], call)
         return output
 
     def attend(
@@ -204,15 +220,17 @@ class NativeLibrary:
         num_tokens, num_heads, head_dim = query.shape
         assert places.num_keys.shape[0] == places.tables.shape[0] == num_tokens
         num_kv_heads = cache.shape[4]
-        output = query.new_empty(num_tokens, num_heads * head_dim)
-        self._attend[cache.dtype](
+        output = self._empty(num_tokens, num_heads * head_dim)
+        call = AttendCall(
+            num_tokens,
             *(query.data_ptr(), _layer_pointer(cache, layer), None if scales is None else _layer_pointer(scales, layer)),
             *(places.page_ids.data_ptr(), places.tables.data_ptr(), places.num_keys.data_ptr(), output.data_ptr()),
-            *(num_tokens, num_heads, num_kv_heads, head_dim, cache.shape[3], cache.stride(0), cache.stride(2)),
+            *(num_heads, num_kv_heads, head_dim, cache.shape[3], cache.stride(0), cache.stride(2)),
             *((0, 0) if scales is None else (scales.stride(0), scales.stride(2))),
             _NO_WINDOW if sliding_window is None else sliding_window,
             scale,
         )
+        self._make(self._attend[cache.dtype], call)
         return output
 
     def attend_prompts(
@@ -227,6 +245,7 @@ class NativeLibrary:
         scales: Tensor | None = None,
     ) -> Tensor:
         """The same for rows of many tokens each."""
+        assert self._recording is None
         _check_cache(cache, scales)
         assert _is_plain(query, torch.bfloat16)
         num_tokens, num_heads, head_dim = query.shape
@@ -255,6 +274,7 @@ class NativeLibrary:
         Returns tokens, int64 [num_rows], -1 where a logit is not finite and -2 where every token is banned; and what logprobs
         were asked for: of the tokens, float64 [num_rows], and of the likeliest, int32 and float64 [num_rows, max_top].
         """
+        assert self._recording is None
         assert _is_plain(logits, torch.float32)
         num_rows, vocab_size = logits.shape
         tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float64)
@@ -265,6 +285,17 @@ class NativeLibrary:
             *(top_ids.data_ptr(), top_logprobs.data_ptr(), num_rows, vocab_size, max_top),
         )
         return tokens, logprobs, top_ids, top_logprobs
+
+    def _make(self, kernel: Any, call: Structure) -> None:
+        if self._recording is None:
+            kernel(byref(call))
+        else:
+            self._recording.add(kernel, call)
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        if self._recording is None:
+            return torch.empty(shape, dtype=dtype)
+        return self._recording.empty(*shape, dtype=dtype)
 
 
 def _function(library: ctypes.CDLL, name: str, *types: Any) -> Any:

@@ -175,24 +175,35 @@ void sum_groups(const bf16* x, int64_t num_groups, float* sums) {
     }
 }
 
+struct Call {
+    int64_t num_rows;
+    const bf16* x;  // [num_rows, depth]
+    const uint8_t* weights;  // this and what follows as in Problem
+    const float* scales;
+    const float* bias;
+    void* y;
+    int64_t is_y_float, depth, num_channels;
+};
+
 template <class Form>
-void multiply(const bf16* x, const uint8_t* weights, const float* scales, const float* bias, void* y, bool is_y_float,
-              int64_t num_rows, int64_t depth, int64_t num_channels) {
-    const int64_t num_groups = (depth + kGroup - 1) / kGroup;
+void multiply(const Call& c) {
+    const int64_t num_groups = (c.depth + kGroup - 1) / kGroup;
+    const bf16* x = c.x;
     std::unique_ptr<bf16[]> padded;
-    if (depth % kGroup) {
-        padded.reset(new bf16[num_rows * num_groups * kGroup]());
-        for (int64_t m = 0; m < num_rows; m++)
-            std::memcpy(&padded[m * num_groups * kGroup], x + m * depth, depth * sizeof(bf16));
+    if (c.depth % kGroup) {
+        padded.reset(new bf16[c.num_rows * num_groups * kGroup]());
+        for (int64_t m = 0; m < c.num_rows; m++)
+            std::memcpy(&padded[m * num_groups * kGroup], x + m * c.depth, c.depth * sizeof(bf16));
         x = padded.get();
     }
     std::unique_ptr<float[]> sums;
     if (Form::kHasScales) {
-        sums.reset(new float[num_rows * num_groups]);
-        for (int64_t m = 0; m < num_rows; m++) sum_groups(x + m * num_groups * kGroup, num_groups, &sums[m * num_groups]);
+        sums.reset(new float[c.num_rows * num_groups]);
+        for (int64_t m = 0; m < c.num_rows; m++) sum_groups(x + m * num_groups * kGroup, num_groups, &sums[m * num_groups]);
     }
     const Form form;
-    const Problem problem{x, weights, scales, bias, sums.get(), y, is_y_float, num_rows, num_groups, num_channels};
+    const Problem problem{x,   c.weights,         c.scales,   c.bias,     sums.get(),
+                          c.y, c.is_y_float != 0, c.num_rows, num_groups, c.num_channels};
 #pragma omp parallel
     compute_share(form, problem, omp_get_thread_num(), omp_get_num_threads());
 }
@@ -200,13 +211,8 @@ void multiply(const bf16* x, const uint8_t* weights, const float* scales, const 
 }  // namespace
 }  // namespace twinpool
 
-// x [num_rows, depth], y [num_rows, num_channels]; the others as in Problem.
-#define TWINPOOL_LINEAR(name, Form)                                                                                      \
-    extern "C" void name(const uint16_t* x, const uint8_t* weights, const float* scales, const float* bias, void* y,     \
-                         int64_t is_y_float, int64_t num_rows, int64_t depth, int64_t num_channels) {                    \
-        twinpool::multiply<twinpool::Form>(x, weights, scales, bias, y, is_y_float, num_rows, depth, num_channels);      \
-    }
+extern "C" void twinpool_linear_int4(const twinpool::Call* call) { twinpool::multiply<twinpool::Int4>(*call); }
 
-TWINPOOL_LINEAR(twinpool_linear_int4, Int4)
-TWINPOOL_LINEAR(twinpool_linear_int8, Int8)
-TWINPOOL_LINEAR(twinpool_linear_bfloat16, Bfloat16)
+extern "C" void twinpool_linear_int8(const twinpool::Call* call) { twinpool::multiply<twinpool::Int8>(*call); }
+
+extern "C" void twinpool_linear_bfloat16(const twinpool::Call* call) { twinpool::multiply<twinpool::Bfloat16>(*call); }

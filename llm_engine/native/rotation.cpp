@@ -23,7 +23,8 @@ void rotate(const bf16* source, const float* cos, const float* sin, bf16* destin
 }
 
 template <class Number>
-struct Problem {
+struct Call {
+    int64_t num_tokens;
     const bf16* query;  // [num_tokens, num_heads, head_dim]: a token's heads lie side by side, tokens the stride apart
     int64_t query_stride;
     const bf16* key;  // [num_tokens, num_kv_heads, head_dim], likewise
@@ -39,30 +40,30 @@ struct Problem {
     float* scales;  // [num_kv_heads] of each go to scales + scale_slots[token], in the same way; null for numbers without
     const int64_t* scale_slots;
     int64_t scale_value_offset;
-    int64_t num_tokens, num_heads, num_kv_heads, head_dim;
+    int64_t num_heads, num_kv_heads, head_dim;
 };
 
 template <class Number>
-void rotate_and_store(const Problem<Number>& p) {
-    const int64_t half = p.head_dim / 2;
-#pragma omp parallel if (p.num_tokens * p.num_heads * p.head_dim >= kMinParallelWork)
+void rotate_and_store(const Call<Number>& c) {
+    const int64_t half = c.head_dim / 2;
+#pragma omp parallel if (c.num_tokens * c.num_heads * c.head_dim >= kMinParallelWork)
     {
-        std::vector<bf16> head(p.head_dim);
+        std::vector<bf16> head(c.head_dim);
 #pragma omp for schedule(static)
-        for (int64_t m = 0; m < p.num_tokens; m++) {
-            const float* c = p.cos ? p.cos + m * half : nullptr;
-            const float* s = p.sin ? p.sin + m * half : nullptr;
-            Number* keys = p.pages + p.slots[m];
-            float* scales = has_scales<Number> ? p.scales + p.scale_slots[m] : nullptr;
-            for (int64_t h = 0; h < p.num_heads; h++)
-                rotate(p.query + m * p.query_stride + h * p.head_dim, c, s, p.rotated + (m * p.num_heads + h) * p.head_dim,
-                       p.head_dim);
-            for (int64_t h = 0; h < p.num_kv_heads; h++) {
-                const int64_t place = h * p.head_dim;
-                rotate(p.key + m * p.key_stride + place, c, s, head.data(), p.head_dim);
-                store_head(head.data(), keys + place, scales + h, p.head_dim);
-                store_head(p.value + m * p.value_stride + place, keys + p.value_offset + place,
-                           scales + p.scale_value_offset + h, p.head_dim);
+        for (int64_t m = 0; m < c.num_tokens; m++) {
+            const float* cos = c.cos ? c.cos + m * half : nullptr;
+            const float* sin = c.sin ? c.sin + m * half : nullptr;
+            Number* keys = c.pages + c.slots[m];
+            float* scales = has_scales<Number> ? c.scales + c.scale_slots[m] : nullptr;
+            for (int64_t h = 0; h < c.num_heads; h++)
+                rotate(c.query + m * c.query_stride + h * c.head_dim, cos, sin, c.rotated + (m * c.num_heads + h) * c.head_dim,
+                       c.head_dim);
+            for (int64_t h = 0; h < c.num_kv_heads; h++) {
+                const int64_t place = h * c.head_dim;
+                rotate(c.key + m * c.key_stride + place, cos, sin, head.data(), c.head_dim);
+                store_head(head.data(), keys + place, scales + h, c.head_dim);
+                store_head(c.value + m * c.value_stride + place, keys + c.value_offset + place,
+                           scales + c.scale_value_offset + h, c.head_dim);
             }
         }
     }
@@ -71,18 +72,12 @@ void rotate_and_store(const Problem<Number>& p) {
 }  // namespace
 }  // namespace twinpool
 
-// See Problem.
-#define TWINPOOL_ROTATE_AND_STORE(name, Number)                                                                              \
-    extern "C" void name(const uint16_t* query, int64_t query_stride, const uint16_t* key, int64_t key_stride,               \
-                         const uint16_t* value, int64_t value_stride, const float* cos, const float* sin,                    \
-                         uint16_t* rotated, void* pages, const int64_t* slots, int64_t value_offset, float* scales,          \
-                         const int64_t* scale_slots, int64_t scale_value_offset, int64_t num_tokens, int64_t num_heads,      \
-                         int64_t num_kv_heads, int64_t head_dim) {                                                           \
-        twinpool::rotate_and_store<Number>({query, query_stride, key, key_stride, value, value_stride, cos, sin, rotated,    \
-                                            (Number*)pages, slots, value_offset, scales, scale_slots, scale_value_offset,    \
-                                            num_tokens, num_heads, num_kv_heads, head_dim});                                 \
-    }
+extern "C" void twinpool_rotate_and_store_bfloat16(const twinpool::Call<twinpool::bf16>* call) {
+    twinpool::rotate_and_store(*call);
+}
 
-TWINPOOL_ROTATE_AND_STORE(twinpool_rotate_and_store_bfloat16, twinpool::bf16)
-TWINPOOL_ROTATE_AND_STORE(twinpool_rotate_and_store_float16, twinpool::float16)
-TWINPOOL_ROTATE_AND_STORE(twinpool_rotate_and_store_int8, int8_t)
+extern "C" void twinpool_rotate_and_store_float16(const twinpool::Call<twinpool::float16>* call) {
+    twinpool::rotate_and_store(*call);
+}
+
+extern "C" void twinpool_rotate_and_store_int8(const twinpool::Call<int8_t>* call) { twinpool::rotate_and_store(*call); }

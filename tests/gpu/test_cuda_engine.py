@@ -32,7 +32,7 @@ class Engine:
         self._num_pages_each = layout.num_pages_for(max(map(len, PROMPTS)) + NUM_STEPS)
         num_pages = self._num_pages_each * len(PROMPTS)
         self.cache = KVCache(layout, num_pages, device=loaded.device, has_spare_page=loaded.device != CPU)
-        self.runner = ModelRunner(loaded, self.cache, max_graph_rows=max_graph_rows)
+        self.runner = ModelRunner(loaded, self.cache, max_recorded_rows=max_graph_rows)
         self.token_ids = [list(prompt) for prompt in PROMPTS]
 
     def prefill(self) -> None:

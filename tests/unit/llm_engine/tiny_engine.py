@@ -57,12 +57,13 @@ class TinyEngine:
         prefill: Quantization = Quantization.NONE,
         decode: Quantization = Quantization.AUTO,
         eager_phases: Collection[PhaseName] = (),
+        max_recorded_rows: int = 0,
     ) -> None:
         quantizations = {PhaseName.PREFILL: prefill, PhaseName.DECODE: decode}
         self.loaded = load_model(path, dtype=dtype, quantizations=quantizations, eager_phases=eager_phases)
         layout = self.loaded.config.page_layout(page_size=PAGE_SIZE, dtype=cache_dtype or dtype)
         self.cache = KVCache(layout, num_pages)
-        self.runner = ModelRunner(self.loaded, self.cache)
+        self.runner = ModelRunner(self.loaded, self.cache, max_recorded_rows=max_recorded_rows)
         self._free = [PageId(page) for page in range(num_pages)]
 
     def new_sequence(self, max_tokens: int) -> FedSequence:
