@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
-
 import torch
 from torch import Tensor
 
 from llm_engine.cuda.device_memory import room_for
 from llm_engine.cuda.staged_bytes import StagedBytes
 from llm_engine.device import CPU
+from llm_engine.huge_pages import huge_pages
 from llm_engine.kv_numbers import dequantize, quantize, to_cache_type
 from serving_core.ids import PageId
 from serving_core.kv_page_layout import KVDType, KVPageLayout
@@ -116,14 +114,4 @@ def _memory(num_bytes: int, device: torch.device) -> Tensor:
     if device != CPU:
         with room_for(device, num_bytes, "the KV cache takes", "give a smaller --kv-cache-memory-bytes"):
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    memory = torch.frombuffer(_host_memory(num_bytes), dtype=torch.uint8)
-    return memory.zero_()
-
-
-def _host_memory(num_bytes: int) -> mmap.mmap:
-    """In huge pages where the system has them: a long sequence's pages lie all over the cache, and finding the memory of each
-    takes as long as reading it otherwise."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    return huge_pages(num_bytes).zero_()  # a long sequence's pages lie all over the cache
