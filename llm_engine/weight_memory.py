@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from llm_engine.huge_pages import huge_pages
+from llm_engine.padding import padded
 
 _PORTION_BYTES = 64 * 2**20
 _ALIGNMENT = 64
@@ -17,7 +18,7 @@ class WeightMemory:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """The same, contiguous, in this memory. It stays as long as one of its tensors does."""
-        num_bytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        num_bytes = padded(tensor.nbytes, _ALIGNMENT)
         if self._free is None or self._free.nbytes < num_bytes:
             self._free = huge_pages(max(num_bytes, _PORTION_BYTES))
         copy = self._free[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
