@@ -58,6 +58,10 @@ class KVCache:
         assert len(self._pages) > self.num_pages, "the cache was made with a spare page"
         return PageId(self.num_pages)
 
+    def max_row_pages(self, max_model_len: int) -> int:
+        """The most pages that a sequence of a model with this window may have."""
+        return min(self.num_pages, self.layout.num_pages_for(max_model_len))
+
     def clear(self, page_id: PageId) -> None:
         """Make all of the page zeros."""
         self._pages[page_id].zero_()
