@@ -27,6 +27,8 @@ from tests.integration.test_reference import QUESTIONS, one_thread, our_tokens, 
 from tests.unit.llm_engine.tiny_engine import TinyEngine
 from twinpool.model_source import find_model
 
+NUM_QUESTIONS = 49
+NUM_TOKENS = 64
 SLIDING_WINDOW = 512
 
 
@@ -60,15 +62,14 @@ def reference(path: Path) -> Any:
 
 @pytest.mark.slow  # tiny models of its family are compared in every run
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("num_questions", "num_tokens"), [pytest.param(49, 64, id="49x64")])
-def test_tokens_equal_those_of_transformers(num_questions: int, num_tokens: int, path: Path) -> None:
+def test_tokens_equal_those_of_transformers(path: Path) -> None:
     with one_thread(), torch.inference_mode():
-        prompts = real_prompts(path, num_questions)
-        assert len(prompts[-1]) > SLIDING_WINDOW + num_tokens
-        ours = our_tokens(TinyEngine(path, KVDType.FLOAT32, num_pages=1024), prompts, num_tokens)
+        prompts = real_prompts(path, NUM_QUESTIONS)
+        assert len(prompts[-1]) > SLIDING_WINDOW + NUM_TOKENS
+        ours = our_tokens(TinyEngine(path, KVDType.FLOAT32, num_pages=1024), prompts, NUM_TOKENS)
         model = reference(path)
         for index, (prompt, own) in enumerate(zip(prompts, ours, strict=True)):
-            assert own == reference_tokens(model, prompt, num_tokens), f"prompt {index}"
+            assert own == reference_tokens(model, prompt, NUM_TOKENS), f"prompt {index}"
 
 
 def test_chunks_and_neighbours_change_no_bit(path: Path) -> None:
