@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
 
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # broken connections are what many tests are about
 settings.register_profile("twinpool", deadline=None)  # a busy machine is no failure
 settings.load_profile("twinpool")

@@ -26,7 +26,9 @@ from twinpool.worker_places import gpus_per_worker
 T = TypeVar("T")
 
 _OBJECT_STORE_BYTES = 75 << 20  # the smallest that Ray accepts; nothing of ours goes through it
-_MAX_ROOT_LENGTH = 26
+_RAY_FOLDER = "r"
+"""In the server's own folder: Ray opens its folder to every account, which then cannot get there."""
+_MAX_ROOT_LENGTH = 23
 """Ray puts Unix sockets far below its folder, and their paths must stay under 108 bytes."""
 _VITAL_PROCESSES = ("gcs_server", "raylet")
 _KILL_TIMEOUT_S = 5.0
@@ -106,7 +108,7 @@ class LocalCluster:
                 object_store_memory=_OBJECT_STORE_BYTES,
                 log_to_driver=True,  # how a worker's last words reach the terminal
                 logging_level=40,
-                _temp_dir=str(self._folder.path),
+                _temp_dir=str(self._folder.path / _RAY_FOLDER),
             )
         except Exception as error:  # Ray has no class for what can go wrong here
             cause = textwrap.shorten(str(error), _MAX_CAUSE_LENGTH)

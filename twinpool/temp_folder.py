@@ -18,7 +18,7 @@ _LOCK = "lock"
 
 
 class TempFolder:
-    """A new folder in ``root``; ``remove`` is its end."""
+    """A new folder in ``root``, for this account alone; ``remove`` is its end."""
 
     def __init__(self, root: Path) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))

@@ -10,7 +10,6 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.conftest import LEASE_S
 from tests.e2e.server_process import MODEL, ServerProcess, serving, until, wait_until
 from tests.e2e.streams import Stream, http_client, run_stream
 from twinpool.ray_thread import ABANDONED_EXIT_STATUS
@@ -86,14 +85,6 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
             assert server.process.wait(15) == ABANDONED_EXIT_STATUS
         wait_until(lambda: not server.survivors(), 5, "every process to be gone")
         assert not server.temp_files()
-
-
-def test_killed_outright_takes_its_workers_along(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", "--colocated", "--lease-seconds", f"{LEASE_S}") as server:
-        server.remember_family()
-        (worker,) = server.workers().values()
-        server.process.kill()
-        wait_until(lambda: not psutil.pid_exists(worker["pid"]), 2 * LEASE_S, "the worker to be gone")
 
 
 def test_a_taken_port_and_a_restart_at_once(tmp_path: Path) -> None:
