@@ -22,8 +22,8 @@ from serving_core.transfer_ticket import TransferTicket
 class KVWriter(Protocol):
     """Where segments go: this worker's paged cache."""
 
-    def write(self, page_id: PageId, offset: int, payload: memoryview) -> None:
-        """Copy ``payload`` into the page, ``offset`` bytes from its start."""
+    def writable_page(self, page_id: PageId) -> memoryview:
+        """The page's bytes, without a copy."""
 
 
 class PageIntake:
@@ -52,7 +52,7 @@ class PageIntake:
             segments = reservation.ledger.add(segments)
         self._fill(sequence, reservation)
         for segment in segments:
-            self._cache.write(reservation.page_ids[segment.page_ordinal], segment.offset, segment.payload)
+            segment.copy_into(self._cache.writable_page(reservation.page_ids[segment.page_ordinal]))
             self._counters.num_kv_bytes += segment.payload.nbytes
 
     def lend_pages(self, ticket: TransferTicket) -> tuple[PageId, ...]:

@@ -86,18 +86,20 @@ class OutgoingHandoff:
     ) -> None:
         assert plan.destination == ticket.layout
         self._ticket = ticket
+        self._plan = plan
         self._source = source
         self._transport = transport
         self._committer = committer
         self._clock = clock
         self._backoff = backoff or Backoff()
         self._sleep = sleep
-        self._pieces = plan.cut(max_segment_bytes)
+        self._pieces = plan.pieces(max_segment_bytes)
         self._loop = asyncio.get_running_loop()
-        self._next_ordinal = ticket.first_page  # engine thread only
+        self._first_ordinal = ticket.num_cached_tokens // plan.source.page_size
+        self._next_ordinal = self._first_ordinal  # engine thread only
         # From here on: event loop only.
-        self._pages: list[tuple[int, PageId]] = []
-        self._num_pages_accepted = 0
+        self._pages: list[PageId] = []
+        self._num_pages_accepted = ticket.first_page  # of the decode worker, those it has cached included
         self._commit: HandoffCommit | None = None
         self._has_news = asyncio.Event()
         self._task: asyncio.Task[object] | None = None
@@ -135,19 +137,20 @@ class OutgoingHandoff:
         return self._num_broken_ways
 
     def offer(self, pages: Sequence[tuple[int, PageId]]) -> None:
-        """Send these (ordinal, page) next; their bytes are final. Ordinals run on from the ticket's first page, without a gap.
+        """These (ordinal, page) are final; ordinals and pages are this worker's. Ordinals run on, without a gap, from the page
+        with the first token that the decode worker has not cached.
 
         Engine thread.
         """
         expected = range(self._next_ordinal, self._next_ordinal + len(pages))
         assert [ordinal for ordinal, _ in pages] == list(expected), "pages are offered in order, each once"
-        assert expected.stop <= self._ticket.num_prompt_pages
+        assert expected.stop <= self._num_source_pages
         self._next_ordinal = expected.stop
-        self._on_loop(lambda: self._take_pages(tuple(pages)))
+        self._on_loop(lambda: self._take_pages(tuple(page_id for _, page_id in pages)))
 
     def finish(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Every page was offered and output token 0 is ``token_id``: commit when all is accepted. Engine thread."""
-        assert self._next_ordinal == self._ticket.num_prompt_pages, "finish comes after the last page"
+        assert self._next_ordinal == self._num_source_pages, "finish comes after the last page"
         finished_at = self._clock.now()
         num_pages = self._ticket.num_prompt_pages - self._ticket.first_page
         commit = HandoffCommit(
@@ -156,7 +159,7 @@ class OutgoingHandoff:
             attempt=self._ticket.attempt,
             token_id=token_id,
             logprobs=logprobs,
-            num_bytes_sent=num_pages * self._ticket.layout.page_bytes,
+            num_bytes_sent=num_pages * self._plan.num_bytes_per_page,
         )
         self._on_loop(lambda: self._take_commit(commit, finished_at))
 
@@ -205,26 +208,30 @@ class OutgoingHandoff:
                 self._transfer_s += self._clock.now() - started_at
 
     async def _send_offered(self, stream: PageStream) -> None:
-        num_sent = self._num_pages_accepted
-        while num_sent < len(self._pages):  # more may be offered meanwhile
-            ordinal, page_id = self._pages[num_sent]
-            await self._send_page(stream, ordinal, self._source.page_memory(page_id))
-            num_sent += 1
+        ordinal = self._num_pages_accepted
+        while ordinal < self._num_ready_pages:  # more may be offered meanwhile
+            await self._send_page(stream, ordinal)
+            ordinal += 1
         await stream.flush()
-        self._num_pages_accepted = num_sent
+        self._num_pages_accepted = ordinal
         self._backoff.reset()
 
-    async def _send_page(self, stream: PageStream, ordinal: int, memory: memoryview) -> None:
+    async def _send_page(self, stream: PageStream, ordinal: int) -> None:
+        payload = self._plan.payload(ordinal, self._ticket.num_prompt_tokens, self._source_page)
         for piece in self._pieces:
             segment = Segment(
                 reservation_id=self._ticket.reservation_id,
                 attempt=self._ticket.attempt,
                 page_ordinal=ordinal,
-                offset=piece.destination_offset,
-                payload=memory[piece.source_offset : piece.source_offset + piece.num_bytes],
+                offset=piece.offset,
+                payload=payload[piece.start : piece.start + piece.num_bytes],
+                stride=piece.stride,
             )
             await stream.write(segment)
             self._num_bytes_sent += piece.num_bytes
+
+    def _source_page(self, ordinal: int) -> memoryview:
+        return self._source.page_memory(self._pages[ordinal - self._first_ordinal])
 
     async def _deliver_commit(self) -> None:
         while self._commit is None:
@@ -240,7 +247,7 @@ class OutgoingHandoff:
                 return
 
     async def _wait_for_pages(self) -> None:
-        while self._num_pages_accepted == len(self._pages):
+        while self._num_pages_accepted >= self._num_ready_pages:
             await self._wait_for_news()
 
     async def _wait_for_news(self) -> None:
@@ -254,9 +261,19 @@ class OutgoingHandoff:
         await self._sleep(self._backoff.next_delay_s())
 
     def _is_everything_accepted(self) -> bool:
-        return self._num_pages_accepted == self._ticket.num_prompt_pages - self._ticket.first_page
+        return self._num_pages_accepted == self._ticket.num_prompt_pages
 
-    def _take_pages(self, pages: tuple[tuple[int, PageId], ...]) -> None:
+    @property
+    def _num_source_pages(self) -> int:
+        return self._plan.source.num_pages_for(self._ticket.num_prompt_tokens)
+
+    @property
+    def _num_ready_pages(self) -> int:
+        """Pages of the decode worker whose tokens are all in pages offered, and those it has cached."""
+        num_offered = self._first_ordinal + len(self._pages)
+        return self._plan.num_ready_pages(num_offered, self._ticket.num_prompt_tokens)
+
+    def _take_pages(self, pages: tuple[PageId, ...]) -> None:
         self._pages.extend(pages)
         self._has_news.set()
 

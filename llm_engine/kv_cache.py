@@ -35,15 +35,10 @@ class KVCache:
 
     def page_memory(self, page_id: PageId) -> memoryview:
         """The page's bytes, read-only, without a copy. They change when the page does."""
-        return self._page(page_id).toreadonly()
+        return self.writable_page(page_id).toreadonly()
 
-    def write(self, page_id: PageId, offset: int, payload: memoryview) -> None:
-        """Copy ``payload`` into the page, ``offset`` bytes from its start."""
-        end = offset + payload.nbytes
-        assert 0 <= offset <= end <= self.layout.page_bytes, "the payload lies within one page"
-        self._page(page_id)[offset:end] = payload.cast("B")
-
-    def _page(self, page_id: PageId) -> memoryview:
+    def writable_page(self, page_id: PageId) -> memoryview:
+        """The page's bytes, without a copy."""
         assert 0 <= page_id < self.num_pages
         start = page_id * self.layout.page_bytes
         return self._bytes[start : start + self.layout.page_bytes]

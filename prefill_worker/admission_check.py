@@ -23,18 +23,12 @@ class AdmissionCheck:
     num_pages: int
 
     def check_ticket(self, request: GenerateRequest, ticket: TransferTicket) -> None:
-        """MALFORMED for a ticket of something else, LAYOUT_MISMATCH for pages of another size."""
+        """MALFORMED for a ticket of something else."""
         if ticket.key != request.key or ticket.num_prompt_tokens != request.num_prompt_tokens:
             raise Refused(
                 RefusalCode.MALFORMED,
                 f"The ticket is for {ticket.key} with {ticket.num_prompt_tokens} prompt tokens, the request is {request.key} "
                 f"with {request.num_prompt_tokens}.",
-            )
-        if ticket.layout.page_size != self.layout.page_size:
-            raise Refused(
-                RefusalCode.LAYOUT_MISMATCH,
-                f"The ticket's pages hold {ticket.layout.page_size} tokens, those of prefill worker {self.worker_id} "
-                f"{self.layout.page_size}.",
             )
 
     def check_request(self, request: GenerateRequest) -> None:

@@ -17,7 +17,8 @@ class Handoff(Protocol):
     """
 
     def offer(self, pages: Sequence[tuple[int, PageId]]) -> None:
-        """Send these (ordinal, page): their bytes are final. Ordinals run on from the ticket's first page without a gap."""
+        """Send these (ordinal, page) of this worker: their bytes are final. Ordinals run on, without a gap, from the page with
+        the first token that is not cached at the receiver."""
 
     def finish(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Every page was offered; commit with this token at output index 0."""

@@ -73,7 +73,7 @@ class PrefillPhase:
         self._rules = rules
         self._clock = clock
         self._local_decode = local_decode
-        self._pages = PromptPages(pool, local_decode)
+        self._pages = PromptPages(pool, layout, local_decode)
         self._admission = AdmissionCheck(worker_id=worker_id, layout=layout, rules=rules, num_pages=pool.num_pages)
         self._outbox = EventOutbox(sink)
         self._leases = LeaseTable(lease_s)
@@ -272,7 +272,7 @@ class PrefillPhase:
             return
         is_done = sequence.num_remaining == 0
         num_final = len(sequence.page_ids) if is_done else sequence.num_computed // self._layout.page_size
-        first = max(sequence.num_offered, sequence.ticket.first_page)
+        first = max(sequence.num_offered, sequence.ticket.num_cached_tokens // self._layout.page_size)
         if first < num_final:
             sequence.handoff.offer([(ordinal, sequence.page_ids[ordinal]) for ordinal in range(first, num_final)])
         sequence.num_offered = num_final

@@ -5,22 +5,24 @@ from __future__ import annotations
 from llm_engine.page_pool import PagePool
 from prefill_worker.handoff import LocalDecode
 from prefill_worker.prefill_sequence import PrefillSequence
+from serving_core.kv_page_layout import KVPageLayout
 from serving_core.page_state import PageState
 from serving_core.worker_status import PhaseName
 
 
 class PromptPages:
-    """``local_decode`` is the decode phase mounted on ``pool``, if there is one."""
+    """``pool`` has pages of ``layout``; ``local_decode`` is the decode phase mounted on it, if there is one."""
 
-    def __init__(self, pool: PagePool, local_decode: LocalDecode | None) -> None:
+    def __init__(self, pool: PagePool, layout: KVPageLayout, local_decode: LocalDecode | None) -> None:
         self._pool = pool
+        self._layout = layout
         self._local_decode = local_decode
 
     def take(self, sequence: PrefillSequence) -> bool:
         """Give a prompt that waits its pages. False when they are not to be had now, or are another's turn."""
         if sequence.is_local:
             return True
-        line, num_pages = self._pool.line, sequence.ticket.num_prompt_pages
+        line, num_pages = self._pool.line, self._layout.num_pages_for(sequence.request.num_prompt_tokens)
         num_kept = line.num_kept_from(PhaseName.PREFILL, sequence.arrived_at)
         if num_pages + num_kept > self._pool.num_free:
             line.wait(PhaseName.PREFILL, num_pages, sequence.arrived_at)

@@ -132,15 +132,15 @@ class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
                 )
 
     def _check_layout(self, hello: WorkerHello) -> None:
-        """Pages can be copied byte for byte between equal layouts only; no plan covers another pair yet."""
+        """A hand-off may lead from any prefill worker to any decode worker."""
         for other in self._directory.connected():
             if other.hello.worker_id == hello.worker_id or not _can_pair(hello, other.hello):
                 continue
-            if other.hello.layout != hello.layout:
+            sender, receiver = (hello, other.hello) if PhaseName.PREFILL in hello.phases else (other.hello, hello)
+            if obstacle := sender.layout.obstacle_to(receiver.layout):
                 raise Refused(
                     RefusalCode.LAYOUT_MISMATCH,
-                    f"Worker {hello.worker_id} has page layout {hello.layout.layout_print} but no transfer covers it together "
-                    f"with {other.hello.layout.layout_print} of {other.hello.worker_id}.",
+                    f"No transfer plan leads from pages of {sender.worker_id} to those of {receiver.worker_id}: {obstacle}.",
                 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from serving_core.errors import BrokenContract
 
@@ -46,8 +46,25 @@ class KVPageLayout:
         """Pages that hold ``num_tokens`` tokens, the last one possibly in part."""
         return -(-num_tokens // self.page_size)
 
+    def with_num_kv_heads(self, num_kv_heads: int) -> KVPageLayout:
+        """The same for a part of the heads."""
+        return replace(self, num_kv_heads=num_kv_heads)
+
+    def obstacle_to(self, destination: KVPageLayout) -> str:
+        """Why pages of this layout cannot fill pages of ``destination``, in words; empty where a transfer plan covers the pair.
+        Only the page size may differ."""
+        return ", ".join(
+            f"{field.name} is {_word(ours)} at the sender and {_word(theirs)} at the receiver"
+            for field in fields(self)
+            if field.name != "page_size" and (ours := getattr(self, field.name)) != (theirs := getattr(destination, field.name))
+        )
+
     @property
     def layout_print(self) -> str:
         """Equal prints mean that pages can be copied byte for byte."""
         text = f"v1/{self.num_layers}/{self.num_kv_heads}/{self.head_dim}/{self.page_size}/{self.dtype.value}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _word(value: int | KVDType) -> str:
+    return value.value if isinstance(value, KVDType) else str(value)

@@ -22,6 +22,7 @@ PROMPT_TOKENS_TOTAL = PREFIX + "prompt_tokens_total"
 GENERATION_TOKENS_TOTAL = PREFIX + "generation_tokens_total"
 PAGES = PREFIX + "pages"
 KV_TRANSFER_BYTES_TOTAL = PREFIX + "kv_transfer_bytes_total"
+KV_TRANSFER_STREAMS_TOTAL = PREFIX + "kv_transfer_streams_total"
 KV_TRANSFER_SECONDS = PREFIX + "kv_transfer_seconds"
 LEASE_EXPIRED_TOTAL = PREFIX + "lease_expired_total"
 KV_WRITES_REFUSED_TOTAL = PREFIX + "kv_writes_refused_total"
@@ -39,6 +40,9 @@ WRITE_REFUSAL_CODES = (
     RefusalCode.MALFORMED,
 )
 """What a page write can be refused for. As a label: the name in lower case."""
+
+TRANSPORTS = ("grpc", "shared_memory")
+"""The ways of pages to another worker."""
 
 ACKNOWLEDGED, NOT_ACKNOWLEDGED = "acknowledged", "not_acknowledged"
 """How a hand-off to another worker can end: the decode worker took the sequence, or it did not."""
@@ -71,6 +75,13 @@ WORKER_METRICS = (
     ),
     WorkerMetric(
         name=KV_TRANSFER_BYTES_TOTAL, kind="counter", documentation="KV page bytes sent, those sent again too, or received."
+    ),
+    WorkerMetric(
+        name=KV_TRANSFER_STREAMS_TOTAL,
+        kind="counter",
+        documentation="Page streams opened to other workers, by the transport that was taken.",
+        label="transport",
+        label_values=TRANSPORTS,
     ),
     WorkerMetric(
         name=KV_TRANSFER_SECONDS,

@@ -84,8 +84,8 @@ class FakeCache:
     def page_memory(self, page_id: PageId) -> memoryview:
         return memoryview(self.pages[page_id]).toreadonly()
 
-    def write(self, page_id: PageId, offset: int, payload: memoryview) -> None:
-        self.pages[page_id][offset : offset + payload.nbytes] = payload
+    def writable_page(self, page_id: PageId) -> memoryview:
+        return memoryview(self.pages[page_id])
 
     def put_key(self, page_ids: Sequence[PageId], position: int, key: int) -> None:
         page, slot = divmod(position, LAYOUT.page_size)
@@ -164,15 +164,15 @@ class FakeHandoff:
     def offer(self, pages: Sequence[tuple[int, PageId]]) -> None:
         assert not self.is_cancelled
         assert self.commit is None
-        first = self.ticket.first_page + len(self.pages)
+        first = self.ticket.num_cached_tokens // LAYOUT.page_size + len(self.pages)
         assert [ordinal for ordinal, _ in pages] == list(range(first, first + len(pages)))
         self.pages.extend(pages)
 
     def finish(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         assert not self.is_cancelled
         assert self.commit is None, "a hand-off finishes once"
-        num_pages = self.ticket.num_prompt_pages - self.ticket.first_page
-        assert len(self.pages) == num_pages
+        first_page = self.ticket.num_cached_tokens // LAYOUT.page_size
+        assert len(self.pages) == LAYOUT.num_pages_for(self.ticket.num_prompt_tokens) - first_page
         self.commit = make_commit(self.ticket, token_id, logprobs=logprobs)
 
     def cancel(self) -> None:

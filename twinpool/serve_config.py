@@ -13,12 +13,12 @@ from serving_core.worker_status import PhaseName
 from twinpool.cluster import AUTO, LOCAL
 from twinpool.engine_flags import EngineFlags, engine_flags_of
 from twinpool.model_source import ModelSource, find_model
+from twinpool.transfer_way import TransferWay
 
 MAX_WORKERS = 64
 MIN_LEASE_S = 1.0
 MAX_WORKER_WAIT_S = 3600.0
-_TRANSFERS = ("auto", "grpc")
-_TRANSFERS_TO_COME = ("torch_distributed", "shared_memory")
+_TRANSFERS_TO_COME = ("torch_distributed",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class ServeConfig:
     lease_s: float
     worker_wait_s: float
     address: str
+    transfer: TransferWay = TransferWay.AUTO
 
 
 def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
@@ -47,7 +48,7 @@ def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
     prefill, decode = engine_flags_of(flags, PhaseName.PREFILL), engine_flags_of(flags, PhaseName.DECODE)
     num_prefill, num_decode = _worker_counts(flags)
     _check_phases_agree(prefill, decode, is_colocated=flags.colocated)
-    _check_transfer(flags.transfer)
+    transfer = _transfer(flags.transfer)
     _check_range("--port", flags.port, 0, 65535)
     _check_range("--lease-seconds", flags.lease_seconds, MIN_LEASE_S, MAX_LEASE_S)
     _check_range("--worker-wait", flags.worker_wait, 0, MAX_WORKER_WAIT_S)
@@ -70,6 +71,7 @@ def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
         lease_s=flags.lease_seconds,
         worker_wait_s=flags.worker_wait,
         address=_address(flags.address),
+        transfer=transfer,
     )
 
 
@@ -88,8 +90,8 @@ def _worker_counts(flags: argparse.Namespace) -> tuple[int, int]:
 
 
 def _check_phases_agree(prefill: EngineFlags, decode: EngineFlags, *, is_colocated: bool) -> None:
-    """Pages go from one phase to the other byte for byte; one colocated worker has one engine for both."""
-    fields: tuple[str, ...] = ("dtype", "block_size")
+    """A transfer plan covers pages of another size, not of another type; one colocated worker has one engine for both."""
+    fields: tuple[str, ...] = ("dtype",)
     if is_colocated:
         # one step budget and one form of the weights belongs to each phase, so these may differ even there
         per_phase = ("quantization", "max_num_seqs", "max_num_batched_tokens")
@@ -97,15 +99,21 @@ def _check_phases_agree(prefill: EngineFlags, decode: EngineFlags, *, is_colocat
     for field in fields:
         if getattr(prefill, field) != getattr(decode, field):
             name = field.replace("_", "-")
-            why = "with --colocated both phases share one engine" if is_colocated else "pages are handed over as they are"
+            why = (
+                "with --colocated both phases share one engine"
+                if is_colocated
+                else "keys and values are handed over as they are"
+            )
             raise ConfigError(f"--prefill-{name} and --decode-{name} differ, but {why}: give both the same value")
 
 
-def _check_transfer(transfer: str) -> None:
+def _transfer(transfer: str) -> TransferWay:
+    ways = " or ".join(TransferWay)
     if transfer in _TRANSFERS_TO_COME:
-        raise ConfigError(f"--transfer {transfer} is not there yet: use {' or '.join(_TRANSFERS)}")
-    if transfer not in _TRANSFERS:
-        raise ConfigError(f"--transfer {transfer!r} is unknown: use {' or '.join(_TRANSFERS)}")
+        raise ConfigError(f"--transfer {transfer} is not there yet: use {ways}")
+    if transfer not in tuple(TransferWay):
+        raise ConfigError(f"--transfer {transfer!r} is unknown: use {ways}")
+    return TransferWay(transfer)
 
 
 def _address(address: str) -> str:

@@ -23,7 +23,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     pools.add_argument("--prefill-workers", type=int, metavar="N", help="prefill workers (default: 1)")
     pools.add_argument("--decode-workers", type=int, metavar="N", help="decode workers (default: 1)")
     pools.add_argument("--colocated", action="store_true", help="one worker with both phases instead of two pools")
-    pools.add_argument("--transfer", default="auto", metavar="WAY", help="how KV pages travel: auto (default) or grpc")
+    pools.add_argument(
+        "--transfer",
+        default="auto",
+        metavar="WAY",
+        help="how KV pages travel: grpc, shared_memory (one host only) or auto (default), the latter wherever it can be",
+    )
 
     pools.add_argument(
         "--address",

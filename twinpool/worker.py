@@ -15,8 +15,6 @@ import grpc.aio
 from decode_worker.decode_phase import DecodePhase
 from decode_worker.decode_service import DecodeService
 from decode_worker.page_sink import DecodePageSink
-from kv_transfer.grpc_page_service import GrpcPageService
-from kv_transfer.grpc_page_transport import GrpcPageTransport
 from llm_engine.engine_calls import run_between_steps
 from llm_engine.engine_thread import configure_engine_thread
 from llm_engine.kv_cache import KVCache
@@ -37,7 +35,9 @@ from serving_core.page_state import PagesSnapshot
 from serving_core.rpc.channel import make_server
 from serving_core.rpc.v1 import worker_pb2_grpc
 from serving_core.worker_status import PhaseName, WorkerHello, WorkerStatus
+from twinpool.page_paths import PageServices, make_transport
 from twinpool.router_link import RouterLinks
+from twinpool.transfer_way import TransferWay
 from twinpool.worker_metrics import WorkerCounts, make_families
 from twinpool.worker_service import WorkerService
 from twinpool.worker_spec import WorkerSpec
@@ -84,7 +84,7 @@ class Worker:
         self._cache = KVCache(layout, num_pages)
         self._pool = PagePool(num_pages, engine.page_size, clock)
         self._links = RouterLinks(addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew)
-        self._transport = GrpcPageTransport()
+        self._transport = make_transport(spec.transfer)
 
         self._decode = self._make_decode_phase() if PhaseName.DECODE in spec.phases else None
         self._prefill = self._make_prefill_phase() if PhaseName.PREFILL in spec.phases else None
@@ -97,7 +97,7 @@ class Worker:
             setup_thread=lambda: configure_engine_thread(engine.num_threads, engine.cpu_cores, engine.niceness),
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.read_pages), self._server)
-        self._page_service = self._serve_decode(self._decode) if self._decode is not None else None
+        self._page_services = self._serve_decode(self._decode, spec.transfer) if self._decode is not None else None
         self._prefill_service = self._serve_prefill(self._prefill) if self._prefill is not None else None
 
     @classmethod
@@ -121,6 +121,9 @@ class Worker:
             if worker._prefill_service is not None:
                 stack.push_async_callback(worker._prefill_service.close)
             stack.push_async_callback(worker._server.stop, SERVER_GRACE_S)
+            if worker._page_services is not None:
+                stack.push_async_callback(worker._page_services.close)
+                worker._page_services.start(worker.hello.address, worker.hello.incarnation)
             await worker._server.start()
             linking = asyncio.create_task(worker._links.run(worker.hello))
             linking.add_done_callback(lambda task: _crash_on_failure(task, on_crash))
@@ -165,11 +168,9 @@ class Worker:
             local_decode=self._decode,
         )
 
-    def _serve_decode(self, phase: DecodePhase) -> GrpcPageService:
+    def _serve_decode(self, phase: DecodePhase, way: TransferWay) -> PageServices:
         DecodeService(phase=phase, engine=self._loop).add_to_server(self._server)
-        page_service = GrpcPageService(DecodePageSink(phase=phase, engine=self._loop))
-        page_service.add_to_server(self._server)
-        return page_service
+        return PageServices(DecodePageSink(phase=phase, engine=self._loop), way=way, server=self._server)
 
     def _serve_prefill(self, phase: PrefillPhase) -> PrefillService:
         service = PrefillService(
@@ -195,7 +196,8 @@ class Worker:
             counters=[phase.counters for phase in (self._decode, self._prefill) if phase is not None],
             pages=self._pool.counts(),
             handoffs=self._prefill_service.counters if self._prefill_service is not None else HandoffCounters(),
-            refused_writes=self._page_service.num_refused_writes if self._page_service is not None else {},
+            refused_writes=self._page_services.num_refused_writes if self._page_services is not None else {},
+            page_streams=self._transport.num_streams,
         )
         return WorkerStatus(
             num_running=num_running,

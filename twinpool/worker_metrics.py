@@ -18,13 +18,15 @@ from serving_core.worker_status import MetricFamily, MetricSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCounts:
-    """Everything a worker has counted, of all its phases, at one moment. ``refused_writes``: page writes by reason."""
+    """Everything a worker has counted, of all its phases, at one moment. ``refused_writes``: page writes by reason;
+    ``page_streams``: page streams opened, by transport."""
 
     statuses: Sequence[PhaseStatus]
     counters: Sequence[PhaseCounters]
     pages: Mapping[PageState, int]
     refused_writes: Mapping[RefusalCode, int]
     handoffs: HandoffCounters
+    page_streams: Mapping[str, int]
 
 
 def make_families(counts: WorkerCounts) -> tuple[MetricFamily, ...]:
@@ -53,6 +55,9 @@ def _samples(metric: WorkerMetric, counts: WorkerCounts) -> Iterator[MetricSampl
         for code in RefusalCode:
             num_refusals = sum(counters.refusals[code] for counters in counts.counters)
             yield _sample(metric.name, num_refusals, code=code.name.lower())
+    elif metric.name == names.KV_TRANSFER_STREAMS_TOTAL:
+        for transport in names.TRANSPORTS:
+            yield _sample(metric.name, counts.page_streams.get(transport, 0), transport=transport)
     elif metric.name == names.HANDOFFS_TOTAL:
         yield _sample(metric.name, counts.handoffs.num_acknowledged, result=names.ACKNOWLEDGED)
         yield _sample(metric.name, counts.handoffs.num_not_acknowledged, result=names.NOT_ACKNOWLEDGED)

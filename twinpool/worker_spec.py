@@ -8,6 +8,7 @@ from pathlib import Path
 from serving_core.engine_config import EngineConfig
 from serving_core.ids import WorkerId
 from serving_core.worker_status import PhaseName
+from twinpool.transfer_way import TransferWay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,3 +23,4 @@ class WorkerSpec:
     engine: EngineConfig
     router_addresses: tuple[str, ...]
     host: str = "127.0.0.1"
+    transfer: TransferWay = TransferWay.AUTO

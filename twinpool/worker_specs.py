@@ -66,6 +66,7 @@ def make_worker_specs(
             model_name=config.served_model_name,
             engine=engine,
             router_addresses=tuple(router_addresses),
+            transfer=config.transfer,
         )
         for worker_id, phases, engine in engines
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -87,8 +87,10 @@ async def in_process_server(
     workers: Sequence[tuple[str, frozenset[PhaseName]]],
     *,
     engine: EngineConfig,
+    page_sizes: Mapping[str, int] | None = None,
 ) -> AsyncIterator[InProcessServer]:
-    """A server with these workers, ready. ``loaded`` is shared: weights are only read."""
+    """A server with these workers, ready. ``loaded`` is shared: weights are only read. ``page_sizes`` are those of the workers
+    that have another than ``engine`` says."""
     crashes: list[BaseException] = []
     router = Router(
         model_name="model",
@@ -106,7 +108,7 @@ async def in_process_server(
                 phases=phases,
                 model_path=path,
                 model_name="model",
-                engine=engine,
+                engine=replace(engine, page_size=(page_sizes or {}).get(name, engine.page_size)),
                 router_addresses=(address,),
             )
             running[name] = await stack.enter_async_context(Worker.running(spec, loaded, on_crash=crashes.append))

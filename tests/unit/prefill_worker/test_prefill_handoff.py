@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -101,6 +102,32 @@ def test_life_of_a_prompt() -> None:
     prefill.end_handoff(handoff, None)
     assert prefill.phase.counters.num_generation_tokens == 1
     assert prefill.phase.expire(0.0) is None
+    assert_no_leaks(prefill.pool)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "num_cached_tokens", "first_ordinal"), [(2, 0, 0), (2, 6, 1), (8, 0, 0), (8, 8, 2), (3, 3, 0), (3, 9, 2)]
+)
+def test_pages_are_this_workers_whatever_those_of_the_receiver_are(
+    page_size: int, num_cached_tokens: int, first_ordinal: int
+) -> None:
+    prefill = PrefillSide(max_num_batched_tokens=8)
+    layout = replace(LAYOUT, page_size=page_size)
+    ticket = replace(ticket_for(), layout=layout, num_cached_tokens=num_cached_tokens)
+    handoff = prefill.admit(REQUEST, ticket)
+    # 1. It takes as many pages as it needs itself, and offers those that are full.
+    prefill.step()
+    assert prefill.pool.counts()[PageState.USED] == NUM_PAGES
+    assert [ordinal for ordinal, _ in handoff.pages] == list(range(first_ordinal, 8 // LAYOUT.page_size))
+    # 2. With the prompt's end it offers the last one, in part.
+    prefill.step()
+    assert [ordinal for ordinal, _ in handoff.pages] == list(range(first_ordinal, NUM_PAGES))
+    assert handoff.commit is not None
+    # 3. A retry may lead to a worker with pages of yet another size.
+    prefill.end_handoff(handoff, WorkerLost("The way is lost."))
+    retry = prefill.admit(REQUEST, ticket_for(attempt=2))
+    assert [ordinal for ordinal, _ in retry.pages] == list(range(NUM_PAGES))
+    prefill.end_handoff(retry, None)
     assert_no_leaks(prefill.pool)
 
 

@@ -143,7 +143,6 @@ def test_ids_that_are_no_tokens_are_refused_at_once(change: dict[str, tuple[int,
     [
         ({"num_prompt_tokens": 7}, RefusalCode.MALFORMED),
         ({"key": make_request(name="other").key}, RefusalCode.MALFORMED),
-        ({"layout": replace(LAYOUT, page_size=8)}, RefusalCode.LAYOUT_MISMATCH),
     ],
 )
 def test_a_ticket_of_something_else_is_refused(change: dict[str, object], code: RefusalCode) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from serving_core.rpc.channel import open_channel
 from serving_core.rpc.convert import hello_to_pb, refusal_from_pb
 from serving_core.rpc.v1 import router_link_pb2, router_link_pb2_grpc
 from serving_core.worker_status import PhaseName
-from tests.unit.router.fake_worker import OTHER_LAYOUT, FakeWorker, make_hello, make_key, make_status
+from tests.unit.router.fake_worker import LAYOUT, OTHER_LAYOUT, FakeWorker, make_hello, make_key, make_status
 from tests.unit.router.pair import LEASE_S, Pair, collect, make_request
 
 PREFILL, DECODE = PhaseName.PREFILL, PhaseName.DECODE
@@ -56,7 +57,11 @@ async def test_worker_is_taken_in_and_lost(pair: Pair, workers: list[FakeWorker]
     [
         ({"model_name": "other"}, RefusalCode.MODEL_MISMATCH, ("'other'", "'tiny'")),
         ({"model_print": "print-b"}, RefusalCode.MODEL_MISMATCH, ("print-b", "print-a")),
-        ({"layout": OTHER_LAYOUT}, RefusalCode.LAYOUT_MISMATCH, (OTHER_LAYOUT.layout_print, "prefill-0")),
+        (
+            {"layout": OTHER_LAYOUT},
+            RefusalCode.LAYOUT_MISMATCH,
+            ("num_layers is 2 at the sender and 3 at the receiver", "prefill-0", "decode-0"),
+        ),
     ],
 )
 async def test_worker_that_does_not_match_is_refused(
@@ -96,6 +101,12 @@ async def test_workers_of_a_phase_must_compute_alike(pair: Pair, workers: list[F
 async def test_layouts_of_one_phase_may_differ(pair: Pair, workers: list[FakeWorker]) -> None:
     workers.append(await FakeWorker("decode-0", DECODE).join(pair.address))
     workers.append(await FakeWorker("decode-1", DECODE, layout=OTHER_LAYOUT).join(pair.address))
+    assert workers[1].was_welcome
+
+
+async def test_page_sizes_may_differ_between_the_phases(pair: Pair, workers: list[FakeWorker]) -> None:
+    workers.append(await FakeWorker("decode-0", DECODE).join(pair.address))
+    workers.append(await FakeWorker("prefill-0", PREFILL, layout=replace(LAYOUT, page_size=16)).join(pair.address))
     assert workers[1].was_welcome
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from twinpool.cli import main, make_parser
 from twinpool.serve_config import ServeConfig, make_serve_config
+from twinpool.transfer_way import TransferWay
 
 
 def refusal_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -96,12 +97,21 @@ def test_colocated_goes_with_no_worker_count(capsys: pytest.CaptureFixture[str])
 
 
 def test_transfers_to_come_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "not there yet" in refusal_of(capsys, "serve", "--transfer", "shared_memory")
+    assert "not there yet" in refusal_of(capsys, "serve", "--transfer", "torch_distributed")
     assert "unknown" in refusal_of(capsys, "serve", "--transfer", "pigeon")
 
 
-def test_phases_must_agree_on_pages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--prefill-block-size" in refusal_of(capsys, "serve", "--prefill-block-size", "32")
+@pytest.mark.parametrize("way", TransferWay)
+def test_every_way_of_pages_can_be_asked_for(way: TransferWay) -> None:
+    assert config_of("--transfer", way.value).transfer is way
+
+
+def test_phases_may_differ_in_the_size_of_their_pages() -> None:
+    config = config_of("--prefill-block-size", "16", "--decode-block-size", "32")
+    assert (config.prefill.block_size, config.decode.block_size) == (16, 32)
+
+
+def test_phases_must_agree_on_the_type_of_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal_of(capsys, "serve", "--dtype", "float32", "--decode-dtype", "bfloat16")
     assert "--decode-dtype" in error
 

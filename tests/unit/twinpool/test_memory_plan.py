@@ -125,6 +125,14 @@ def test_a_worker_with_both_phases_has_the_larger_workspace() -> None:
     assert memory_of(both).workspace_bytes == max(memory_of(spec).workspace_bytes for spec in PAIR)
 
 
+@pytest.mark.parametrize("page_size", [8, 16, 48])
+def test_a_cache_is_whole_pages_of_the_workers_own_size(page_size: int) -> None:
+    worker = memory_of(dataclasses.replace(PAIR[1], engine=dataclasses.replace(PAIR[1].engine, page_size=page_size)))
+    page_bytes = PAGE_BYTES // 16 * page_size
+    assert worker.kv_cache_bytes == 512 * MIB // page_bytes * page_bytes
+    assert worker.min_kv_cache_bytes == -(-4096 // page_size) * page_bytes
+
+
 def test_what_fits_is_not_refused() -> None:
     check(PAIR, needed_bytes(PAIR))
 

@@ -25,6 +25,7 @@ IDLE = WorkerCounts(
     pages=pages(free=8),
     refused_writes={},
     handoffs=HandoffCounters(),
+    page_streams={},
 )
 
 
@@ -62,6 +63,7 @@ def test_phases_are_summed() -> None:
             pages=pages(free=6, used=1, sending=1),
             refused_writes=Counter({RefusalCode.STALE_ATTEMPT: 5}),
             handoffs=handoffs,
+            page_streams={"shared_memory": 7},
         )
     )
     plain = {name.removeprefix("twinpool:"): value for (name, labels), value in seen.items() if not labels}
@@ -81,6 +83,8 @@ def test_phases_are_summed() -> None:
     assert seen["twinpool:kv_writes_refused_total", (("code", "stale_attempt"),)] == 5
     assert seen["twinpool:refusals_total", (("code", "draining"),)] == 5
     assert seen["twinpool:refusals_total", (("code", "too_large"),)] == 1
+    assert seen["twinpool:kv_transfer_streams_total", (("transport", "shared_memory"),)] == 7
+    assert seen["twinpool:kv_transfer_streams_total", (("transport", "grpc"),)] == 0
     assert seen["twinpool:handoffs_total", (("result", "acknowledged"),)] == 2
     assert seen["twinpool:handoffs_total", (("result", "not_acknowledged"),)] == 1
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "0.01"),)] == 0

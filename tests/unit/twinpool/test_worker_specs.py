@@ -67,6 +67,11 @@ def test_flags_reach_the_phase_they_name() -> None:
     assert {spec.model_name for spec in specs.values()} == {"mine"}
 
 
+def test_each_phase_has_pages_of_its_own_size() -> None:
+    specs = specs_of("--prefill-block-size", "16", "--decode-block-size", "32")
+    assert [specs[name].engine.page_size for name in ("prefill-0", "decode-0")] == [16, 32]
+
+
 def test_what_the_model_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="8192"):
         specs_of("--max-model-len", "9000")
