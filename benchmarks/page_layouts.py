@@ -71,7 +71,7 @@ class Receiver:
 
     async def accept(self, segments: Sequence[Segment]) -> None:
         for segment in self.ledger.add(segments):
-            segment.copy_into(self._cache.writable_page(PageId(segment.page_ordinal)))
+            self._cache.write(PageId(segment.page_ordinal), segment.offset, segment.payload, segment.stride)
 
     async def commit(self, commit: HandoffCommit) -> None:
         """Acknowledges whatever is committed."""

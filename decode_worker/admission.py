@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from decode_worker.admission_check import AdmissionCheck
@@ -171,7 +172,8 @@ class Admission:
         if sequence.reservation is None:
             return None
         page_ids = sequence.reservation.page_ids
-        sequence.output_token_ids = []
+        sequence.output_token_ids = array("i")
+        sequence.sample_template = None
         sequence.num_cached_outputs = 0
         self._pool.reissue(page_ids, old_owner, sequence.owner)
         sequence.state = DecodeState.WAITING_FOR_COMMIT

@@ -11,6 +11,7 @@ Life of one sequence:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 from decode_worker.admission import Admission, ReserveCall
@@ -105,7 +106,7 @@ class DecodePhase:
             check=check, held=self._held, desk=self._desk, pool=pool, counters=self.counters, clock=clock
         )
         self._intake = PageIntake(desk=self._desk, pool=pool, cache=cache, counters=self.counters)
-        self._scheduler = DecodeScheduler(layout=layout, rules=rules, max_replay_tokens=max_replay_tokens)
+        self._scheduler = DecodeScheduler(layout=layout, max_replay_tokens=max_replay_tokens)
 
     # Reservation
 
@@ -160,7 +161,8 @@ class DecodePhase:
     def _begin(self, sequence: DecodeSequence, commit: HandoffCommit) -> None:
         """Take token 0, or the whole log, whose last token tells the router that the hand-off happened."""
         known = sequence.request.output_token_ids or (commit.token_id,)
-        sequence.output_token_ids = list(known[:-1])
+        sequence.sample_template = self._rules.sample_template(sequence.request)
+        sequence.output_token_ids = array("i", known[:-1])
         self._append(sequence, known[-1], commit.logprobs if len(known) == 1 else None)
 
     # Steps

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 from decode_worker.decode_sequence import DecodeSequence, DecodeState
 from llm_engine.step_plan import PlanRow
-from llm_engine.token_rules import TokenRules
 from serving_core.kv_page_layout import KVPageLayout
 
 MAX_REPLAY_TOKENS = 16
@@ -21,10 +20,9 @@ class DecodeScheduler:
     the others do not wait long for theirs; the oldest is served first.
     """
 
-    def __init__(self, *, layout: KVPageLayout, rules: TokenRules, max_replay_tokens: int) -> None:
+    def __init__(self, *, layout: KVPageLayout, max_replay_tokens: int) -> None:
         assert max_replay_tokens >= 2, "a replay of one token is no replay"
         self._layout = layout
-        self._rules = rules
         self._max_replay_tokens = max_replay_tokens
 
     def choose(
@@ -49,6 +47,7 @@ class DecodeScheduler:
 
     def _row(self, sequence: DecodeSequence, num_tokens: int) -> PlanRow:
         assert sequence.reservation is not None
+        assert sequence.sample_template is not None
         start = sequence.num_cached_outputs
         is_sampled = num_tokens == sequence.num_pending
         position = sequence.num_cached_tokens
@@ -57,5 +56,5 @@ class DecodeScheduler:
             token_ids=tuple(sequence.output_token_ids[start : start + num_tokens]),
             start_position=position,
             page_ids=sequence.reservation.page_ids[: self._layout.num_pages_for(position + num_tokens)],
-            sample=self._rules.sample_spec(sequence.request, sequence.output_token_ids) if is_sampled else None,
+            sample=sequence.sample_template.spec(sequence.output_token_ids) if is_sampled else None,
         )

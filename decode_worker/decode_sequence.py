@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.receive_ledger import ReceiveLedger
+from llm_engine.sample_template import SampleTemplate
 from serving_core.errors import Refused
 from serving_core.generate_request import GenerateRequest
 from serving_core.ids import PageId, ReservationId, RouterId, SequenceKey
@@ -56,7 +58,7 @@ class DecodeSequence:
     ``num_first_pages`` are reserved before the hand-off, ``max_pages`` are what it needs at its longest. ``is_settled``: it was
     admitted so that it is never evicted (see ``Seats``). ``reservation`` is None exactly while waiting for pages.
     ``output_token_ids`` is empty until the commit and begins with the request's log then; keys and values of the first
-    ``num_cached_outputs`` of them are cached.
+    ``num_cached_outputs`` of them are cached. ``sample_template``, from the commit on, is how the rest of them are chosen.
     """
 
     request: GenerateRequest
@@ -70,7 +72,8 @@ class DecodeSequence:
     callers: list[TicketAnswer] = field(default_factory=list)
     reservation: Reservation | None = None
     is_settled: bool = False
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: array[int] = field(default_factory=lambda: array("i"))
+    sample_template: SampleTemplate | None = None
     num_cached_outputs: int = 0
 
     @property

@@ -13,6 +13,7 @@ from decode_worker.reservation_desk import ReservationDesk
 from kv_transfer.page_transport import Segment
 from llm_engine.page_pool import PagePool
 from llm_engine.phase_counters import PhaseCounters
+from serving_core.byte_stride import ByteStride
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import PageId
 from serving_core.page_state import PageState
@@ -22,8 +23,8 @@ from serving_core.transfer_ticket import TransferTicket
 class KVWriter(Protocol):
     """Where segments go: this worker's paged cache."""
 
-    def writable_page(self, page_id: PageId) -> memoryview:
-        """The page's bytes, without a copy."""
+    def write(self, page_id: PageId, offset: int, payload: memoryview, stride: ByteStride | None) -> None:
+        """Copy ``payload`` into the page, ``offset`` bytes from its start: in one piece or in runs."""
 
 
 class PageIntake:
@@ -52,7 +53,8 @@ class PageIntake:
             segments = reservation.ledger.add(segments)
         self._fill(sequence, reservation)
         for segment in segments:
-            segment.copy_into(self._cache.writable_page(reservation.page_ids[segment.page_ordinal]))
+            page_id = reservation.page_ids[segment.page_ordinal]
+            self._cache.write(page_id, segment.offset, segment.payload, segment.stride)
             self._counters.num_kv_bytes += segment.payload.nbytes
 
     def lend_pages(self, ticket: TransferTicket) -> tuple[PageId, ...]:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import google_crc32c
 import numpy as np
 
-from kv_transfer.byte_stride import ByteStride
 from kv_transfer.page_transport import Segment
+from serving_core.byte_stride import ByteStride
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import ReservationId
 

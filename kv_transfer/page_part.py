@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,14 @@ class PagePart:
 
 def parts_of_page(layout: KVPageLayout) -> tuple[PagePart, ...]:
     """The parts of a page, in the order of their offsets; together they are the page."""
-    values = PagePart(
+    numbers = PagePart(
         offset=0,
         num_planes=2 * layout.num_layers,
         num_slots=layout.page_size,
         num_heads=layout.num_kv_heads,
-        item_bytes=layout.head_dim * layout.dtype.num_bytes,
+        item_bytes=layout.number_bytes // layout.num_rows,
     )
-    assert values.num_bytes == layout.page_bytes
-    return (values,)
+    if not layout.dtype.has_scales:
+        return (numbers,)
+    scales = replace(numbers, offset=layout.number_bytes, item_bytes=layout.scale_bytes // layout.num_rows)
+    return numbers, scales

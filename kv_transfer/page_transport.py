@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kv_transfer.byte_stride import ByteStride
+from serving_core.byte_stride import ByteStride
 from serving_core.ids import PageId, ReservationId
 from serving_core.transfer_ticket import TransferTicket
 
@@ -52,20 +52,16 @@ class Segment:
         place = page[self.offset : self.end]
         if self.stride is None:
             return place
-        shape = (self.payload.nbytes // self.stride.run_bytes, self.stride.run_bytes)
+        shape = (self.stride.num_runs(self.payload.nbytes), self.stride.run_bytes)
         return as_strided(place, shape, (self.stride.step_bytes * page.itemsize, page.itemsize))
-
-    def copy_into(self, page: memoryview) -> None:
-        """Copy the payload to its place in the bytes of its page."""
-        place = self.place_in(np.frombuffer(page, dtype=np.uint8))
-        place[...] = np.frombuffer(self.payload, dtype=np.uint8).reshape(place.shape)
 
 
 class PageSource(Protocol):
     """The sender's pool."""
 
     def page_memory(self, page_id: PageId) -> memoryview:
-        """The page's bytes, contiguous and read-only, without a copy. Valid while the page is held for sending."""
+        """The page's bytes, contiguous and read-only, without a copy where they lie in host memory. Valid while the page is
+        held for sending."""
 
 
 class PageSink(Protocol):

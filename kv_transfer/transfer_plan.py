@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_transfer.byte_stride import ByteStride
 from kv_transfer.page_part import PagePart, parts_of_page
+from serving_core.byte_stride import ByteStride
 from serving_core.errors import RefusalCode, Refused
 from serving_core.kv_page_layout import KVPageLayout
 
@@ -72,7 +72,7 @@ class TransferPlan:
 
         Raises ``Refused`` (LAYOUT_MISMATCH) for a pair that no plan covers.
         """
-        if obstacle := source.obstacle_to(destination):
+        if obstacle := _obstacle(source, destination):
             raise _no_plan(obstacle)
         return cls.between_heads(source, range(source.num_kv_heads), destination, range(destination.num_kv_heads))
 
@@ -84,7 +84,7 @@ class TransferPlan:
 
         Raises ``Refused`` (LAYOUT_MISMATCH) for a pair that no plan covers.
         """
-        if obstacle := source.obstacle_to(destination.with_num_kv_heads(source.num_kv_heads)):
+        if obstacle := _obstacle(source, destination.with_num_kv_heads(source.num_kv_heads)):
             raise _no_plan(obstacle)
         if destination.page_bytes > MAX_PAGE_BYTES:
             raise _no_plan(f"the receiver's pages have {destination.page_bytes} bytes, above {MAX_PAGE_BYTES}")
@@ -186,6 +186,10 @@ def _common(one: range, other: range) -> range:
 
 def _words(heads: range) -> str:
     return f"{heads.start} to {heads.stop - 1}"
+
+
+def _obstacle(source: KVPageLayout, destination: KVPageLayout) -> str:
+    return source.obstacle_to(destination, own_place="at the sender", other_place="at the receiver")
 
 
 def _no_plan(difference: str) -> Refused:

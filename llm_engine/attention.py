@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_engine.kv_cache import KVCache
+from llm_engine.padding import padded
 from llm_engine.rotation import Rotation
 from serving_core.ids import PageId
 
@@ -65,11 +66,12 @@ def clear_entered_pages(cache: KVCache, rows: Sequence[AttentionRow]) -> None:
     for row in rows:
         first_entered = -(-row.start_position // page_size)
         for page_id in row.page_ids[first_entered : -(-row.num_keys // page_size)]:
-            cache.tensor[page_id].zero_()
+            cache.clear(page_id)
 
 
 class TorchAttention:
-    """The back end for CPUs: gathers each sequence's pages, then calls torch's fused attention.
+    """The back end for CPUs: gathers each sequence's pages, in the type of the queries, then calls torch's fused attention. A
+    chunk's own keys and values are read from the cache like all others, so that they are the same however a prompt is cut.
 
     That kernel alone is not batch-invariant: it sums over keys in blocks of 512, and its matrix products round differently with
     the number of keys and for fewer than four query rows (measured in float32 and bfloat16). So every call has a whole number
@@ -94,39 +96,27 @@ class _TorchStep:
     def __init__(
         self, cache: KVCache, rows: Sequence[AttentionRow], scale: float, sliding_windows: tuple[int | None, ...]
     ) -> None:
-        layout = cache.layout
+        page_size = cache.layout.page_size
+        self._cache = cache
         self._scale = scale
         self._sliding_windows = sliding_windows
-        self._layout = layout
-        # Every (page, layer, key or value) is one row of _pages; every token slot of it one row of _slots.
-        self._pages = cache.tensor.view(-1, layout.page_size * layout.num_kv_heads * layout.head_dim)
-        self._slots = cache.tensor.view(-1, layout.num_kv_heads * layout.head_dim)
-
-        slots_per_page = layout.num_layers * 2 * layout.page_size
-        self._key_slots = torch.tensor(  # [num_tokens], in layer 0
-            [
-                row.page_ids[position // layout.page_size] * slots_per_page + position % layout.page_size
-                for row in rows
-                for position in range(row.start_position, row.num_keys)
-            ]
-        )
+        places = [(row, *divmod(position, page_size)) for row in rows for position in range(row.start_position, row.num_keys)]
+        self._pages = torch.tensor([row.page_ids[page] for row, page, _ in places])  # [num_tokens]
+        self._slots = torch.tensor([slot for _, _, slot in places])  # [num_tokens]
         self._groups = {
-            window: [_Group(members, cache) for members in _equal_shapes(rows, window, layout.page_size)]
+            window: [_Group(members, cache) for members in _equal_shapes(rows, window, page_size)]
             for window in set(sliding_windows)
         }
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None) -> Tensor:
         if rotation is not None:
             query, key = rotation(query), rotation(key)
-        num_tokens = len(self._key_slots)
-        page_size = self._layout.page_size
-        key_slots = self._key_slots + layer * 2 * page_size
-        self._slots.index_copy_(0, key_slots, key[:num_tokens].flatten(1))
-        self._slots.index_copy_(0, key_slots + page_size, value[:num_tokens].flatten(1))
+        num_tokens = len(self._slots)
+        self._cache.store(layer, self._pages, self._slots, key[:num_tokens], value[:num_tokens])
 
         output = query.new_zeros(len(query), query.shape[1] * query.shape[2])  # [num_tokens, num_heads * head_dim]
         for group in self._groups[self._sliding_windows[layer]]:
-            output.index_copy_(0, group.tokens, group.attend(self._pages, layer, query, self._scale))
+            output.index_copy_(0, group.tokens, group.attend(layer, query, self._scale))
         return output
 
 
@@ -152,7 +142,7 @@ class _Member:
             row=row,
             sliding_window=sliding_window,
             first_key=first_key,
-            num_keys=_padded(row.num_keys, _KEY_BLOCK) - first_key,
+            num_keys=padded(row.num_keys, _KEY_BLOCK) - first_key,
         )
 
     def page_ids(self, page_size: int) -> tuple[PageId, ...]:
@@ -167,12 +157,10 @@ class _Group:
     """Rows of one step with the same number of tokens and of keys, computed as one stack."""
 
     def __init__(self, members: Sequence[_Member], cache: KVCache) -> None:
-        layout = cache.layout
+        self._cache = cache
         self._num_rows = len(members)
         self._num_tokens = members[0].row.num_tokens
         self._num_keys = members[0].num_keys
-        self._num_kv_heads = layout.num_kv_heads
-        self._head_dim = layout.head_dim
         self._sliding_window = members[0].sliding_window
         self._masks: dict[int, Tensor] = {}
 
@@ -183,15 +171,16 @@ class _Group:
             [range(member.row.start_position, member.row.num_keys) for member in members]
         )
         self._first_keys = torch.tensor([member.first_key for member in members])  # [num_rows]
-        pages = torch.tensor([member.page_ids(layout.page_size) for member in members])  # [num_rows, num_pages]
-        key_pages = pages.flatten() * (layout.num_layers * 2)
-        self._page_rows = torch.cat([key_pages, key_pages + 1])  # [2 * num_rows * num_pages], in layer 0
+        page_ids = [page_id for member in members for page_id in member.page_ids(cache.layout.page_size)]
+        self._pages = torch.tensor(page_ids)  # [num_rows * num_pages]
 
-    def attend(self, pages: Tensor, layer: int, query: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
         """[num_rows * num_tokens, num_heads * head_dim] for the group's tokens."""
-        rows, tokens, kv_heads, head_dim = self._num_rows, self._num_tokens, self._num_kv_heads, self._head_dim
-        gathered = pages.index_select(0, self._page_rows + layer * 2).view(2, rows, -1, kv_heads, head_dim)
-        key, value = gathered[:, :, : self._num_keys].transpose(2, 3)  # each [num_rows, num_kv_heads, num_keys, head_dim]
+        rows, tokens, kv_heads, head_dim = self._num_rows, self._num_tokens, *self._cache.tensor.shape[4:]
+        key, value = (  # each [num_rows, num_kv_heads, num_keys, head_dim]
+            side.view(rows, -1, kv_heads, head_dim)[:, : self._num_keys].transpose(1, 2)
+            for side in self._cache.gather(layer, self._pages, query.dtype)
+        )
 
         # The query heads that share a key-value head become query rows of it.
         heads_per_kv = query.shape[1] // kv_heads
@@ -207,7 +196,7 @@ class _Group:
         """[num_rows, 1, padded num_tokens * heads_per_kv, num_keys], added to the scores: 0 or minus infinity."""
         if heads_per_kv not in self._masks:
             is_hidden = self._is_hidden(heads_per_kv)
-            num_query_rows = _padded(is_hidden.shape[1], ROW_MULTIPLE)
+            num_query_rows = padded(is_hidden.shape[1], ROW_MULTIPLE)
             mask = torch.zeros(self._num_rows, num_query_rows, self._num_keys, dtype=dtype)
             mask[:, : is_hidden.shape[1]].masked_fill_(is_hidden, float("-inf"))
             self._masks[heads_per_kv] = mask.unsqueeze(1)
@@ -232,7 +221,3 @@ def _equal_shapes(rows: Sequence[AttentionRow], sliding_window: int | None, page
         groups.setdefault((row.num_tokens, member.num_keys), []).append(member)
         first_token += row.num_tokens
     return list(groups.values())
-
-
-def _padded(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -19,6 +19,7 @@ from llm_engine.model_config import ModelConfig
 from llm_engine.weight_blocks import WeightBlocks
 from llm_engine.weight_form import WeightForm
 from serving_core.errors import ModelFileError
+from serving_core.model_numbers import MAX_NUMBER, MIN_NUMBER
 
 PIECE_ELEMENTS = 4 * 1024 * 1024
 """Weights are decoded about this many at a time, which bounds the float32 copy beside the final one to 16 MiB."""
@@ -103,7 +104,8 @@ class Checkpoint(Protocol):
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
-    """Names and shapes, neither more nor less. Raises ModelFileError for the first that does not fit."""
+    """Names and shapes, and the few numbers that the rotary embedding is divided by. Raises ModelFileError for the first that
+    does not fit."""
     shapes = tensor_shapes(checkpoint.config)
     if ROPE_FACTORS in checkpoint.tensors:
         shapes[ROPE_FACTORS] = (checkpoint.config.head_dim // 2,)
@@ -120,3 +122,10 @@ def check_tensors(checkpoint: Checkpoint) -> None:
             )
     for stored_name in checkpoint.stray_names:
         raise ModelFileError(f"{checkpoint.path} holds the tensor {stored_name}, which a model of this kind does not have.")
+    if ROPE_FACTORS in shapes:
+        for piece in checkpoint.iter_pieces(ROPE_FACTORS):
+            if not np.all((piece.values >= MIN_NUMBER) & (piece.values <= MAX_NUMBER)):
+                raise ModelFileError(
+                    f"{checkpoint.path}: tensor {checkpoint.stored_name(ROPE_FACTORS)} divides by numbers that are not from "
+                    f"{MIN_NUMBER:g} to {MAX_NUMBER:g}."
+                )

@@ -8,6 +8,8 @@ feed-forward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._frequencies = {  # each [head_dim / 2]
-            rope: rope_frequencies(rope.theta, config.head_dim, rope.scaling) / weights.rope_factors
+            rope: rope_frequencies(rope.theta, config.head_dim, rope.scaling).to(self.device) / weights.rope_factors
             for rope in {layer.rope for layer in config.layers}
             if rope is not None
         }
@@ -37,18 +39,42 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._weights.embedding.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self._weights.embedding.device
+
+    @property
+    def num_tokens(self) -> int:
+        """Logits a row."""
+        return self._config.num_tokens
+
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
-        """Run all layers over the step's tokens. token_ids and positions [num_tokens] → [num_tokens, hidden_size]."""
-        rotations: dict[Rope | None, Rotation] = {rope: self._rotation(rope, positions) for rope in self._frequencies}
-        x = self._weights.embedding(token_ids) * self._config.embedding_scale
+        """Run all layers over the step's tokens. token_ids and positions [num_tokens] → [num_tokens, hidden_size], of the type
+        of the embedding's vectors."""
+        x, fed = self.layers(self.embedded(token_ids), self.rotations(positions), attention)
+        return x + fed
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """What the layers start from: token_ids [num_tokens] → [num_tokens, hidden_size]."""
+        return self._weights.embedding(token_ids) * self._config.embedding_scale
+
+    def rotations(self, positions: Tensor) -> dict[Rope, Rotation]:
+        """Of the tokens at positions [num_tokens], for every kind of layer."""
+        return {rope: self._rotation(rope, positions) for rope in self._frequencies}
+
+    def layers(self, x: Tensor, rotations: Mapping[Rope, Rotation], attention: AttentionStep) -> tuple[Tensor, Tensor]:
+        """Run all layers over x [num_tokens, hidden_size]. Returns two such, whose sum is the result; the first may lie where
+        ``x`` lay."""
         fed: Tensor | None = None  # what the layer before adds to x
         for index, layer in enumerate(self._weights.layers):
-            rotation = rotations.get(self._config.layers[index].rope)
+            rope = self._config.layers[index].rope
             x, normed = layer.attention_norm.of_sum(x, fed)
+            rotation = None if rope is None else rotations[rope]
             attended = _normed(self._attend(index, normed, rotation, attention), layer.attention_out_norm)
             x, normed = layer.feed_forward_norm.of_sum(x, attended)
             fed = _normed(layer.feed_forward(normed), layer.feed_forward_out_norm)
-        return x if fed is None else x + fed
+        assert fed is not None, "a model has layers"
+        return x, fed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size] → float32 [num_rows, num_tokens]."""

@@ -70,12 +70,15 @@ class DecoderWeights:
     @classmethod
     def read(cls, config: ModelConfig, source: WeightSource, *, has_rope_factors: bool = False) -> DecoderWeights:
         """Take every part from ``source``. ``has_rope_factors``: the checkpoint states them; else all are 1."""
+        embedding = source.embedding()
         return cls(
-            embedding=source.embedding(),
+            embedding=embedding,
             layers=tuple(_Layer(config, source, index).read() for index in range(config.num_layers)),
             final_norm=source.norm(FINAL_NORM),
             head=source.head(),
-            rope_factors=source.vector(ROPE_FACTORS) if has_rope_factors else torch.ones(config.head_dim // 2),
+            rope_factors=(
+                source.vector(ROPE_FACTORS) if has_rope_factors else torch.ones(config.head_dim // 2, device=embedding.device)
+            ),
         )
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 from llm_engine.gguf_architectures import ARCHITECTURES, GgufArchitecture
 from llm_engine.gguf_file import GgufFile
-from llm_engine.layer_config import LayerConfig, Rope
+from llm_engine.layer_config import MIN_ROPE_THETA, LayerConfig, Rope
 from llm_engine.model_config import ExpertsConfig, ModelConfig
 from llm_engine.rope_scaling import LinearScaling
+from serving_core.engine_config import MIN_MODEL_LEN
 from serving_core.errors import ModelFileError
 from serving_core.gguf_header import ArrayLength
+from serving_core.model_numbers import MIN_NUMBER, checked_count, checked_number
 
 _NEUTRAL: Mapping[str, tuple[int, ...]] = {
     "attention.causal": (True,),
@@ -36,15 +39,15 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         reader.refuse_unless(key, *values)
     hidden_size = reader.count("embedding_length")
     num_heads = reader.count("attention.head_count")
-    head_dim = reader.count("attention.key_length", default=hidden_size // num_heads)
-    reader.refuse_unless("attention.value_length", head_dim)
-    reader.refuse_unless("rope.dimension_count", head_dim)
+    head_dim = reader.count("attention.key_length", default=max(1, hidden_size // num_heads))
     num_kv_heads = reader.count("attention.head_count_kv", default=num_heads)
     if num_heads % num_kv_heads or head_dim % 2:
         raise ModelFileError(
             f"{file.path} states {num_heads} query heads of {head_dim} on {num_kv_heads} key-value heads; the first must "
             "be a multiple of the last, and a head's size even."
         )
+    reader.refuse_unless("attention.value_length", head_dim)
+    reader.refuse_unless("rope.dimension_count", head_dim)
     num_layers = reader.count("block_count")
     has_few_heads = num_layers == architecture.few_heads_num_layers
     vocab_size = _vocab_size(file)
@@ -57,9 +60,9 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         feed_forward_size=reader.count("feed_forward_length"),
         vocab_size=vocab_size,
         num_tokens=_num_tokens(file, vocab_size),
-        max_model_len=reader.count("context_length"),
+        max_model_len=reader.count("context_length", smallest=MIN_MODEL_LEN),
         rms_norm_eps=reader.number("attention.layer_norm_rms_epsilon"),
-        attention_scale=1 / math.sqrt(hidden_size // num_heads if has_few_heads else head_dim),
+        attention_scale=1 / math.sqrt(hidden_size / num_heads if has_few_heads else head_dim),
         is_tied="output.weight" not in file.tensors,
         activation=architecture.activation,
         embedding_scale=math.sqrt(hidden_size) if architecture.is_embedding_scaled else 1.0,
@@ -97,7 +100,7 @@ def _read_layers(reader: _MetadataReader, architecture: GgufArchitecture, num_la
     reader.check_number_of("layers", num_layers)
     scaling = reader.refuse_unless("rope.scaling.type", "none", "linear")
     factor = reader.number("rope.scaling.factor", default=1.0) if scaling == "linear" else 1.0
-    theta = reader.number("rope.freq_base", default=10_000.0)
+    theta = reader.number("rope.freq_base", default=10_000.0, smallest=MIN_ROPE_THETA)
     global_rope = Rope(theta=theta, scaling=LinearScaling(factor=factor) if factor != 1.0 else None)
     global_interval, no_rope_interval = architecture.global_interval, architecture.no_rope_interval
     global_layer = LayerConfig(rope=global_rope, has_experts=architecture.has_experts)
@@ -110,7 +113,7 @@ def _read_layers(reader: _MetadataReader, architecture: GgufArchitecture, num_la
         )
     reader.refuse_unless("attention.sliding_window_pattern", global_interval)
     local_layer = LayerConfig(
-        rope=Rope(theta=reader.number("rope.freq_base_swa", default=architecture.local_rope_theta)),
+        rope=Rope(theta=reader.number("rope.freq_base_swa", default=architecture.local_rope_theta, smallest=MIN_ROPE_THETA)),
         sliding_window=reader.count("attention.sliding_window"),
         has_experts=architecture.has_experts,
     )
@@ -159,17 +162,11 @@ class _MetadataReader:
     def states(self, key: str) -> bool:
         return self._key(key) in self._file.metadata
 
-    def count(self, key: str, *, default: int | None = None) -> int:
-        value = self._file.metadata.get(self._key(key), default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, "a number of at least 1")
-        return value
+    def count(self, key: str, *, default: int | None = None, smallest: int = 1) -> int:
+        return checked_count(self._get(key, default), partial(self.wrong, key), smallest=smallest)
 
-    def number(self, key: str, *, default: float | None = None) -> float:
-        value = self._file.metadata.get(self._key(key), default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.wrong(key, "a number above 0")
-        return float(value)
+    def number(self, key: str, *, default: float | None = None, smallest: float = MIN_NUMBER) -> float:
+        return checked_number(self._get(key, default), partial(self.wrong, key), smallest=smallest)
 
     def optional_number(self, key: str) -> float | None:
         return self.number(key) if self._file.metadata.get(self._key(key), 0) != 0 else None
@@ -199,6 +196,9 @@ class _MetadataReader:
         value = self._file.metadata.get(self._key(key))
         found = "lacks" if value is None else f"has {value!r} for"
         return ModelFileError(f"{self._file.path} {found} {self._key(key)}, which must be {right}.")
+
+    def _get(self, key: str, default: object) -> object:
+        return self._file.metadata.get(self._key(key), default)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}.{key}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,7 +128,15 @@ class GgufFile:
             info = self._tensor_info(row, data_start)
             if row.name in self.tensors:
                 raise ModelFileError(f"{self.path} holds the tensor {row.name} twice.")
+            if row.offset % alignment:
+                raise ModelFileError(
+                    f"{self.path}: tensor {row.name} begins at byte {row.offset} of the data, no multiple of {alignment}."
+                )
             self.tensors[row.name] = info
+        in_order = sorted(self.tensors.values(), key=lambda info: info.offset)
+        for before, after in itertools.pairwise(in_order):
+            if before.offset + before.num_bytes > after.offset:
+                raise ModelFileError(f"{self.path}: the tensors {before.name} and {after.name} lie on top of each other.")
 
     def _tensor_info(self, row: TensorRow, data_start: int) -> TensorInfo:
         name, shape, offset = row.name, row.shape, data_start + row.offset

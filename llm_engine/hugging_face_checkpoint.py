@@ -33,7 +33,7 @@ class HuggingFaceCheckpoint:
         self._norm_offset = read_family(path).norm_offset
         self._files = SafetensorsFolder(path)
         self.config = read_hugging_face_config(path, tokens=tokens, num_tensors=len(self._files.tensors))
-        self.eos_token_ids = tokens.eos_token_ids
+        self.eos_token_ids = frozenset(token for token in tokens.eos_token_ids if token < self.config.num_tokens)
         stored = self._files.tensors
         names = {self.stored_name(name): name for name in tensor_shapes(self.config)}
         self._tensors = {

@@ -10,6 +10,7 @@ from llm_engine.hugging_face_tokens import FolderTokens
 from llm_engine.layer_config import LayerConfig
 from llm_engine.model_config import ExpertsConfig, ModelConfig
 from llm_engine.rope_scaling import YarnScaling
+from serving_core.engine_config import MIN_MODEL_LEN
 from serving_core.errors import ModelFileError
 from serving_core.model_json import ModelJson
 
@@ -39,7 +40,7 @@ def read_hugging_face_config(folder: Path, *, tokens: FolderTokens, num_tensors:
     _refuse_other_arithmetic(config, family)
     hidden_size = config.count("hidden_size")
     num_heads = config.count("num_attention_heads")
-    head_dim = config.count("head_dim", default=family.head_dim or hidden_size // num_heads)
+    head_dim = config.count("head_dim", default=family.head_dim or max(1, hidden_size // num_heads))
     num_kv_heads = config.count("num_key_value_heads", default=family.num_kv_heads or num_heads)
     if num_heads % num_kv_heads or head_dim % 2:
         raise ModelFileError(
@@ -51,7 +52,7 @@ def read_hugging_face_config(folder: Path, *, tokens: FolderTokens, num_tensors:
         raise ModelFileError(f"{folder} has {tokens.num_plain_tokens} tokens but embeddings for {vocab_size}.")
     num_layers = config.count("num_hidden_layers")
     _check_number(folder, num_layers, "layers", num_tensors)
-    window = config.count("max_position_embeddings", default=family.max_model_len)
+    window = config.count("max_position_embeddings", default=family.max_model_len, smallest=MIN_MODEL_LEN)
     layers = family.read_layers(config, num_layers, theta=family.rope_theta, window=window)
     experts = _read_experts(config, family)
     if experts is not None:

@@ -43,7 +43,7 @@ def read_qwen_moe_layers(config: ModelJson, num_layers: int, *, theta: float, wi
     config.refuse_unless("layer_types")
     rope = read_rope(config, default_theta=theta, window=window)
     sliding_window = _sliding_window(config)
-    step, dense = config.count("decoder_sparse_step", default=1), config.ids("mlp_only_layers")
+    step, dense = config.count("decoder_sparse_step", default=1), config.ids("mlp_only_layers", kind="a layer's number")
     return tuple(
         LayerConfig(rope=rope, sliding_window=sliding_window, has_experts=index not in dense and (index + 1) % step == 0)
         for index in range(num_layers)

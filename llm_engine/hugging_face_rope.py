@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from llm_engine.layer_config import Rope
+from llm_engine.layer_config import MIN_ROPE_THETA, Rope
 from llm_engine.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from serving_core.model_json import ModelJson
+from serving_core.model_numbers import MAX_COUNT
 
 _TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -14,7 +15,7 @@ _TYPES = ("default", "linear", "llama3", "yarn")
 def read_rope(config: ModelJson, *, default_theta: float, window: int) -> Rope:
     """The one rotary embedding of a model. ``window`` is the longest sequence that ``config`` states. Raises ModelFileError for
     a kind that is not computed."""
-    return _rope(_section(config), config.number("rope_theta", default=default_theta), window)
+    return _rope(_section(config), _theta(config, "rope_theta", default_theta), window)
 
 
 def read_global_and_local_rope(
@@ -22,8 +23,8 @@ def read_global_and_local_rope(
 ) -> tuple[Rope, Rope]:
     """The rotary embeddings of layers that attend to everything and of those with a sliding window."""
     section = _section(config)
-    theta = config.number("rope_theta", default=default_theta)
-    local_theta = config.number("rope_local_base_freq", default=default_local_theta)
+    theta = _theta(config, "rope_theta", default_theta)
+    local_theta = _theta(config, "rope_local_base_freq", default_local_theta)
     full, local = section.section("full_attention"), section.section("sliding_attention")
     if full is None and local is None:
         return _rope(section, theta, window), Rope(theta=local_theta)
@@ -38,7 +39,11 @@ def _section(config: ModelJson) -> ModelJson:
 
 
 def _rope(section: ModelJson, theta: float, window: int) -> Rope:
-    return Rope(theta=section.number("rope_theta", default=theta), scaling=_scaling(section, window))
+    return Rope(theta=_theta(section, "rope_theta", theta), scaling=_scaling(section, window))
+
+
+def _theta(config: ModelJson, key: str, default: float) -> float:
+    return config.number(key, default=default, smallest=MIN_ROPE_THETA)
 
 
 def _scaling(rope: ModelJson, window: int) -> RopeScaling | None:
@@ -53,6 +58,8 @@ def _scaling(rope: ModelJson, window: int) -> RopeScaling | None:
         return LinearScaling(factor=factor)
     original_window = rope.count("original_max_position_embeddings", default=window)
     if kind == "yarn":
+        if original_window * factor > MAX_COUNT:
+            raise rope.wrong("factor", f"at most {MAX_COUNT // original_window} for a window of {original_window}")
         return YarnScaling(
             factor=factor,
             original_window=original_window,

@@ -9,6 +9,8 @@ from serving_core.errors import ModelFileError
 from serving_core.folder_special_tokens import read_folder_special_tokens
 from serving_core.model_json import ModelJson
 
+_MAX_TOKENS = 2**24
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderTokens:
@@ -25,6 +27,8 @@ def read_folder_tokens(folder: Path) -> FolderTokens:
     tokenizer's own configuration calls the end of sequence. Raises ModelFileError."""
     plain_ids, ids = _token_ids(folder)
     num_tokens = max(ids.values()) + 1
+    if num_tokens > _MAX_TOKENS:  # a table has a row for each id, though only a few of them were added
+        raise ModelFileError(f"{folder} has a token with the id {num_tokens - 1}, which must be below {_MAX_TOKENS}.")
     eos_token_ids = set()
     for name in ("config.json", "generation_config.json"):
         file = ModelJson.read_optional(folder / name)

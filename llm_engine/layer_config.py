@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from llm_engine.rope_scaling import RopeScaling
 
+MIN_ROPE_THETA = 2.0
+"""Near 1 all dimensions turn alike, and YaRN divides by the logarithm."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """A rotary embedding: ``theta`` to the power of 0 to 1 is how many positions a dimension takes for a radian."""
+    """A rotary embedding: ``theta``, at least ``MIN_ROPE_THETA``, to the power of 0 to 1 is how many positions a dimension
+    takes for a radian."""
 
     theta: float
     scaling: RopeScaling | None = None

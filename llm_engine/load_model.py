@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from llm_engine.checkpoint import Checkpoint, StoredModel
+from llm_engine.cuda.choose_kernel import choose_kernel, cuda_arithmetic
+from llm_engine.cuda.device_memory import room_for
+from llm_engine.cuda.paged_kernel import PagedKernel
 from llm_engine.decoder import Decoder
 from llm_engine.decoder_tensors import ROPE_FACTORS
 from llm_engine.decoder_weights import DecoderWeights, WeightSource
+from llm_engine.device import CPU
 from llm_engine.kv_cache import TORCH_DTYPES
 from llm_engine.model_config import ModelConfig
-from llm_engine.native.library import NativeLibrary, load_library
+from llm_engine.native.library import NativeLibrary, find_library
 from llm_engine.open_checkpoint import open_checkpoint
 from llm_engine.packed_weights import PackedWeights
 from llm_engine.plain_weights import PlainWeights
 from llm_engine.tensor_reader import TensorReader
-from llm_engine.weight_plan import plan_weights, usable_quantization
-from serving_core.engine_config import DEFAULT_QUANTIZATIONS, Quantization
+from llm_engine.weight_plan import has_native_form, plan_weights, simplest_alike, usable_quantization, weight_bytes
+from serving_core.engine_config import DEFAULT_PAGE_SIZE, DEFAULT_QUANTIZATIONS, Quantization
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
 
@@ -30,12 +36,22 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PhaseModel:
     """A model in one form of its weights. ``arithmetic`` names form and kernels: where it is equal, equal weights give equal
-    bits. ``library`` has the kernels that the weights are packed for, None where torch computes."""
+    bits. ``library`` has the kernels that the weights are packed for, None where torch computes; ``paged_kernel`` attends on
+    CUDA, None where torch does."""
 
     decoder: Decoder
     library: NativeLibrary | None
+    paged_kernel: PagedKernel | None
     arithmetic: str
     weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """What phases with equal forms share one model of. ``library``: see ``PhaseModel``."""
+
+    quantization: Quantization
+    library: NativeLibrary | None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -49,6 +65,17 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
 
     @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return next(iter(self.phases.values())).decoder.device
+
+    @property
+    def default_page_size(self) -> int:
+        """Tokens of a KV page, as what attends likes them."""
+        kernel = next(iter(self.phases.values())).paged_kernel
+        return DEFAULT_PAGE_SIZE if kernel is None else kernel.page_size
+
+    @property
     def weight_bytes(self) -> int:
         """Size in memory, of all forms together."""
         return sum(model.weight_bytes for model in set(self.phases.values()))
@@ -59,20 +86,43 @@ def load_model(
     *,
     dtype: KVDType,
     quantizations: Mapping[PhaseName, Quantization] = DEFAULT_QUANTIZATIONS,
+    eager_phases: Collection[PhaseName] = (),
+    device: torch.device = CPU,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load the weights of a GGUF file or a Hugging Face folder for the phases that ``quantizations`` names, and no others.
-    ``on_progress`` is called with (stored bytes decoded, stored bytes in all) as it goes.
+    ``eager_phases`` are computed by torch's own operators even where the native kernels run. The weights end up on ``device``,
+    on any but the CPU all of ``dtype``. ``on_progress`` is called with (stored bytes decoded, stored bytes in all) as it goes.
 
     Raises ModelFileError, before any weight is read, for anything that is not a whole, supported model, and ConfigError for a
-    quantization that cannot be.
+    quantization that cannot be, and for weights that do not fit onto the device.
     """
     with closing(open_checkpoint(path)) as checkpoint:
-        library = load_library() if dtype is KVDType.BFLOAT16 and _wants_library(quantizations) else None
-        usable = {phase: _usable(asked, dtype, checkpoint, library) for phase, asked in quantizations.items()}
-        progress = _Progress(on_progress, num_loads=len(set(usable.values())), checkpoint=checkpoint)
-        models = {own: _load(checkpoint, dtype, own, library, progress) for own in dict.fromkeys(usable.values())}
-        phases = {phase: models[own] for phase, own in usable.items()}
+        is_library_wanted = device == CPU and not quantizations.keys() <= set(eager_phases)
+        library, why_no_kernels = _library_for(checkpoint, dtype) if is_library_wanted else (None, None)
+        stored = StoredModel(config=checkpoint.config, tensors=checkpoint.tensors)
+        forms: dict[PhaseName, _Form] = {}
+        for phase, asked in quantizations.items():
+            is_eager = phase in eager_phases
+            usable = usable_quantization(
+                asked,
+                phase,
+                dtype=dtype,
+                config=checkpoint.config,
+                has_kernels=library is not None,
+                is_eager=is_eager,
+                has_gpu=device != CPU,
+                why_no_kernels=why_no_kernels,
+            )
+            own_library = None if is_eager else library
+            form = usable if own_library is None else simplest_alike(stored, usable)
+            forms[phase] = _Form(quantization=form, library=own_library)
+        progress = _Progress(on_progress, num_loads=len(set(forms.values())), checkpoint=checkpoint)
+        models = {
+            own: _load(checkpoint, dtype, own.quantization, library=own.library, device=device, progress=progress)
+            for own in dict.fromkeys(forms.values())
+        }
+        phases = {phase: models[own] for phase, own in forms.items()}
         for phase, model in phases.items():
             _log.info("%s computes with %s", phase.value, model.arithmetic)
         return LoadedModel(
@@ -99,29 +149,47 @@ class _Progress:
 
 
 def _load(
-    checkpoint: Checkpoint, dtype: KVDType, quantization: Quantization, library: NativeLibrary | None, progress: _Progress
+    checkpoint: Checkpoint,
+    dtype: KVDType,
+    quantization: Quantization,
+    *,
+    library: NativeLibrary | None,
+    device: torch.device,
+    progress: _Progress,
 ) -> PhaseModel:
     reader = TensorReader(checkpoint, progress.advance)
     source: WeightSource
-    if quantization is Quantization.NONE:
-        library = None
-        source, arithmetic = PlainWeights(reader, TORCH_DTYPES[dtype]), f"torch {dtype.value}"
+    form = dtype.value if quantization is Quantization.NONE else quantization.value
+    paged_kernel: PagedKernel | None = None
+    room: AbstractContextManager[None] = nullcontext()
+    stored = StoredModel(config=checkpoint.config, tensors=checkpoint.tensors)
+    if device != CPU:
+        plain_bytes = weight_bytes(stored, dtype, [quantization], has_kernels=False)
+        room = room_for(device, plain_bytes, f"the weights of {checkpoint.path} take", "give a smaller model")
+        paged_kernel = choose_kernel(device, TORCH_DTYPES[dtype], checkpoint.config.head_dim)
+        source = PlainWeights(reader, TORCH_DTYPES[dtype], device)
+        arithmetic = cuda_arithmetic(device, form, paged_kernel)
+    elif library is None:
+        source, arithmetic = PlainWeights(reader, TORCH_DTYPES[dtype]), f"torch {form}"
     else:
-        assert library is not None
-        plan = plan_weights(StoredModel(config=checkpoint.config, tensors=checkpoint.tensors), quantization)
-        source, arithmetic = PackedWeights(reader, plan, library), f"native {quantization.value}"
-    weights = DecoderWeights.read(checkpoint.config, source, has_rope_factors=ROPE_FACTORS in checkpoint.tensors)
+        plan = plan_weights(stored, quantization)
+        source, arithmetic = PackedWeights(reader, plan, library), f"native {form}"
+    with room:
+        weights = DecoderWeights.read(checkpoint.config, source, has_rope_factors=ROPE_FACTORS in checkpoint.tensors)
     return PhaseModel(
-        decoder=Decoder(checkpoint.config, weights), library=library, arithmetic=arithmetic, weight_bytes=source.num_bytes
+        decoder=Decoder(checkpoint.config, weights),
+        library=library,
+        paged_kernel=paged_kernel,
+        arithmetic=arithmetic,
+        weight_bytes=source.num_bytes,
     )
 
 
-def _wants_library(quantizations: Mapping[PhaseName, Quantization]) -> bool:
-    return any(asked is not Quantization.NONE for asked in quantizations.values())
-
-
-def _usable(asked: Quantization, dtype: KVDType, checkpoint: Checkpoint, library: NativeLibrary | None) -> Quantization:
-    usable = usable_quantization(asked, dtype=dtype, config=checkpoint.config, has_kernels=library is not None)
-    if asked is not usable and library is not None:
-        _log.info("%s has rows that the native kernels do not take: torch computes with it", checkpoint.path)
-    return usable
+def _library_for(checkpoint: Checkpoint, dtype: KVDType) -> tuple[NativeLibrary | None, str | None]:
+    """None where torch computes the model, and why there are no kernels where that is the reason."""
+    if not has_native_form(dtype, checkpoint.config, has_kernels=True):
+        if dtype is KVDType.BFLOAT16:
+            _log.info("%s has rows that the native kernels do not take: torch computes with it", checkpoint.path)
+        return None, None
+    found = find_library()
+    return (None, found) if isinstance(found, str) else (found, None)

@@ -5,8 +5,6 @@ A function of the row and its ``SampleSpec`` alone. Only the named tokens' logit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -31,14 +29,14 @@ def apply_logit_rules(logits: Logits, spec: SampleSpec) -> Logits:
         _penalise(changed, spec.penalties)
     if spec.logit_bias:
         _add_bias(changed, spec.logit_bias)
-    changed[_ids_within(spec.banned_token_ids, len(logits))] = -np.inf
+    changed[_ids_within(np.array(spec.banned_token_ids, dtype=np.int64), len(logits))] = -np.inf
     return changed
 
 
 def _penalise(logits: Logits, penalties: Penalties) -> None:
-    output_ids = _ids_within(penalties.output_token_ids, len(logits))
+    output_ids = _ids_within(penalties.output_token_ids.numpy(), len(logits))
     if penalties.repetition != 1.0:
-        seen = np.union1d(_ids_within(penalties.prompt_token_ids, len(logits)), output_ids)
+        seen = np.union1d(_ids_within(penalties.prompt_token_ids.numpy(), len(logits)), output_ids)
         wide = logits[seen].astype(np.float64)
         _put(logits, seen, np.where(wide > 0.0, wide / penalties.repetition, wide * penalties.repetition))
     if penalties.presence != 0.0 or penalties.frequency != 0.0:
@@ -58,6 +56,5 @@ def _put(logits: Logits, ids: Ids, values: npt.NDArray[np.float64]) -> None:
     logits[ids] = np.clip(values, -_LARGEST, _LARGEST)
 
 
-def _ids_within(token_ids: Iterable[int], vocab_size: int) -> Ids:
-    ids = np.fromiter(token_ids, dtype=np.int64)
-    return ids[ids < vocab_size]
+def _ids_within(token_ids: npt.NDArray[np.integer], vocab_size: int) -> Ids:
+    return token_ids[token_ids < vocab_size].astype(np.int64, copy=False)

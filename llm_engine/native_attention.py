@@ -1,20 +1,34 @@
-"""Attention on the native kernels, which read keys and values from the pages where they lie. For bfloat16."""
+"""Attention of decode on the native kernels, which read keys and values from the pages where they lie. Queries, and what
+comes out, are bfloat16."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llm_engine.attention import AttentionRow, clear_entered_pages
 from llm_engine.kv_cache import KVCache
-from llm_engine.native.library import NativeLibrary
+from llm_engine.native.cache_slots import CacheSlots
+from llm_engine.native.library import CACHE_TYPES, NativeLibrary
 from llm_engine.native.step_places import StepPlaces
-from llm_engine.rotation import Rotation
+from llm_engine.native_step import NativeStep, cache_slots, page_tables
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class NativePlaces:
+    """Of a step's tokens in the cache: where they put their keys and values, and where they find those of their sequence."""
+
+    slots: CacheSlots
+    keys: StepPlaces
+
+    def copy_(self, other: NativePlaces) -> None:
+        """Take over the numbers of ``other``, in place."""
+        self.slots.copy_(other.slots)
+        self.keys.copy_(other.keys)
 
 
 class NativeAttention:
@@ -22,71 +36,57 @@ class NativeAttention:
     with its tokens times its keys, so it is for decode's rows of one or a few tokens."""
 
     def __init__(self, cache: KVCache, library: NativeLibrary, *, scale: float, sliding_windows: Sequence[int | None]) -> None:
-        assert cache.tensor.dtype is torch.bfloat16
+        assert cache.tensor.dtype in CACHE_TYPES
         assert len(sliding_windows) == cache.layout.num_layers
         self._cache = cache
         self._library = library
         self._scale = scale
         self._sliding_windows = tuple(sliding_windows)
 
-    def begin_step(self, rows: Sequence[AttentionRow]) -> _NativeStep:
+    def begin_step(self, rows: Sequence[AttentionRow]) -> NativeStep:
+        self.enter(rows)
+        return self.step_at(self.places_of(rows))
+
+    def enter(self, rows: Sequence[AttentionRow]) -> None:
+        """What ``begin_step`` does to the cache."""
         clear_entered_pages(self._cache, rows)
-        return _NativeStep(self._cache, self._library, _places(rows, self._cache), self._scale, self._sliding_windows)
 
+    def places_of(self, rows: Sequence[AttentionRow]) -> NativePlaces:
+        return NativePlaces(slots=cache_slots(rows, self._cache), keys=_step_places(rows))
 
-class _NativeStep:
-    def __init__(
-        self,
-        cache: KVCache,
-        library: NativeLibrary,
-        places: StepPlaces,
-        scale: float,
-        sliding_windows: tuple[int | None, ...],
-    ) -> None:
-        self._cache = cache.tensor
-        self._library = library
-        self._places = places
-        self._scale = scale
-        self._sliding_windows = sliding_windows
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None) -> Tensor:
-        num_tokens = len(self._places.slots)
-        rotated = self._library.rotate_and_store(
-            query[:num_tokens],
-            key[:num_tokens],
-            value[:num_tokens],
-            None if rotation is None else (rotation.cos[:num_tokens], rotation.sin[:num_tokens]),
-            cache=self._cache,
-            layer=layer,
-            places=self._places,
+    def empty_places(self, *, max_tokens: int, max_pages: int) -> NativePlaces:
+        """Room for those of any step of up to so many tokens, whose page tables have so many pages together."""
+        return NativePlaces(
+            slots=CacheSlots.empty(max_tokens=max_tokens, has_scales=self._cache.scales is not None),
+            keys=StepPlaces.empty(max_tokens=max_tokens, max_pages=max_pages),
         )
-        attended = self._library.attend(
-            rotated,
-            cache=self._cache,
+
+    def step_at(self, places: NativePlaces) -> NativeStep:
+        """A step at places whose numbers may change from one use of the step to the next. Clears nothing."""
+        return NativeStep(self._cache, self._library, places.slots, functools.partial(self._attend, places.keys))
+
+    def _attend(self, places: StepPlaces, layer: int, query: Tensor) -> Tensor:
+        return self._library.attend(
+            query,
+            cache=self._cache.tensor,
             layer=layer,
-            places=self._places,
+            places=places,
+            scales=self._cache.scales,
             scale=self._scale,
             sliding_window=self._sliding_windows[layer],
         )
-        num_padding = len(query) - num_tokens
-        return functional.pad(attended, (0, 0, 0, num_padding)) if num_padding else attended
 
 
-def _places(rows: Sequence[AttentionRow], cache: KVCache) -> StepPlaces:
-    page_size, page_stride, slot_stride = cache.layout.page_size, cache.tensor.stride(0), cache.tensor.stride(3)
-    tables, num_keys, slots = [], [], []
+def _step_places(rows: Sequence[AttentionRow]) -> StepPlaces:
+    tables: list[int] = []
+    num_keys: list[int] = []
     num_pages = 0
     for row in rows:
-        for position in range(row.start_position, row.num_keys):
-            tables.append(num_pages)
-            num_keys.append(position + 1)
-            page, slot = divmod(position, page_size)
-            slots.append(row.page_ids[page] * page_stride + slot * slot_stride)
+        tables += [num_pages] * row.num_tokens
+        num_keys += range(row.start_position + 1, row.num_keys + 1)
         num_pages += len(row.page_ids)
-    page_ids = np.fromiter(chain.from_iterable(row.page_ids for row in rows), np.int32, num_pages)
     return StepPlaces(
-        page_ids=torch.from_numpy(page_ids),
+        page_ids=page_tables(rows),
         tables=torch.tensor(tables, dtype=torch.int32),
         num_keys=torch.tensor(num_keys, dtype=torch.int32),
-        slots=torch.tensor(slots),
     )

@@ -38,10 +38,10 @@ class PackedWeights:
     def embedding(self) -> Embedding:
         if self._plan.is_embedding_shared:
             return PackedEmbedding(self._head)
-        return EmbeddingTable(self._kept(self._reader.read(EMBEDDING, torch.bfloat16)))
+        return EmbeddingTable(self._kept(self._reader.read(EMBEDDING, torch.bfloat16)), is_summed_wide=True)
 
     def head(self) -> PackedLinear:
-        return PackedLinear(self._head, None, self._library)
+        return PackedLinear(self._head, None, self._library, out_dtype=torch.float32)
 
     def matrix(self, name: str) -> PackedLinear:
         matrix = self._matrices[name]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llm_engine.decoder_matrices import HEAD_MATRIX, decoder_matrices
 from llm_engine.decoder_tensors import EMBEDDING
+from llm_engine.device import CPU
 from llm_engine.embedding import EmbeddingTable
 from llm_engine.gated_activation import TorchGate
 from llm_engine.linear import Linear
@@ -17,14 +18,15 @@ from llm_engine.tensor_reader import TensorReader
 
 
 class PlainWeights:
-    """See ``WeightSource``."""
+    """See ``WeightSource``. Every tensor is read into host memory and then moved to ``device``."""
 
-    def __init__(self, reader: TensorReader, dtype: torch.dtype) -> None:
+    def __init__(self, reader: TensorReader, dtype: torch.dtype, device: torch.device = CPU) -> None:
         self._reader = reader
         self._dtype = dtype
+        self._device = device
         self._config = reader.checkpoint.config
         self._matrices = decoder_matrices(self._config)
-        self._embedding = reader.read(EMBEDDING, dtype)
+        self._embedding = reader.read(EMBEDDING, dtype).to(device)
         self.num_bytes = self._embedding.nbytes
 
     def embedding(self) -> EmbeddingTable:
@@ -62,4 +64,4 @@ class PlainWeights:
 
     def _kept(self, tensor: Tensor) -> Tensor:
         self.num_bytes += tensor.nbytes
-        return tensor
+        return tensor.to(self._device)

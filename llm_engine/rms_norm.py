@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 class Norm(Protocol):
-    """A norm of the last dimension, whose result has the type of ``x``."""
+    """A norm of the last dimension, whose result has the type of the activations."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_rows, size] or, head by head, [num_tokens, num_heads, size] → the same shape."""
 
     def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of both, or ``x`` alone, and the norm of that. All [num_rows, size]. The sum may lie where ``x`` lay."""
+        """The sum of both, of the type of ``x``, or ``x`` alone, and the norm of that. All [num_rows, size]. The sum may lie
+        where ``x`` lay."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,13 +42,16 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeRmsNorm:
-    """The same for bfloat16 on the native kernels; ``of_sum`` adds to ``x`` in place."""
+    """The same on the native kernels; results are bfloat16. ``of_sum`` adds to ``x``, float32, in place: rounding the sum after
+    each layer would be half of all that rounding does to the logits."""
 
     weight: Tensor
     eps: float
     library: NativeLibrary
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float32:
+            return self.library.add_rms_norm(x, None, self.weight, self.eps)
         return self.library.rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,11 @@ class Rotation:
     cos: Tensor  # [num_tokens, head_dim / 2], float32
     sin: Tensor  # [num_tokens, head_dim / 2], float32
 
+    def copy_(self, other: Rotation) -> None:
+        """Take over the numbers of ``other``, which may be of fewer tokens, in place."""
+        self.cos[: len(other.cos)] = other.cos
+        self.sin[: len(other.sin)] = other.sin
+
     def __call__(self, heads: Tensor) -> Tensor:
         """Rotate in float32. heads [num_tokens, num_heads, head_dim] → the same shape and type."""
         cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)

@@ -121,7 +121,7 @@ def _open(path: Path, *, framework: str) -> Any:
 def _read_index(folder: Path) -> dict[str, str] | None:
     """The shard of each tensor, or None for a folder whose weights are in one file."""
     if not (folder / INDEX_NAME).exists():
-        if not (folder / SINGLE_NAME).exists():
+        if not (folder / SINGLE_NAME).is_file():
             raise ModelFileError(_why_no_weights(folder))
         return None
     weight_map = ModelJson.read(folder / INDEX_NAME).section("weight_map")
@@ -137,7 +137,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 
 def _why_no_weights(folder: Path) -> str:
-    stray = sorted(path.name for path in folder.glob("*.safetensors"))
+    stray = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
     if stray:
         return f"{folder} holds {', '.join(stray)} but no {INDEX_NAME} that says which tensor is where."
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))

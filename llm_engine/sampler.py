@@ -1,13 +1,18 @@
 """Chooses one token from one row of logits. A row's token depends on nothing but that row and its ``SampleSpec``: never on
 the batch, on earlier draws or on global state. Knows no sequence and no cache.
+
+This is the reference for ``NativeSampler``, and what chooses where the native kernels do not run.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from llm_engine.logit_rules import Ids, Logits, apply_logit_rules
 from llm_engine.philox import uniform
@@ -18,9 +23,44 @@ _NUM_LIKELY = 512
 """How many of the most likely tokens are ordered first, sixteen times as many next, and all only if need be. Nearly every draw
 ends among the first, and sorting the whole vocabulary costs about ten times as much; the result is the same."""
 
+_BLOCK = 16
+
 
 class UnusableLogits(ValueError):
     """A row of logits from which nothing can be chosen. The runner turns it into that row's failure."""
+
+    @classmethod
+    def not_finite(cls) -> UnusableLogits:
+        return cls("the model computed logits that are not finite numbers")
+
+    @classmethod
+    def all_banned(cls) -> UnusableLogits:
+        return cls("every token is banned")
+
+
+Choice: TypeAlias = SampledToken | UnusableLogits
+
+
+class Sampler(Protocol):
+    """Chooses for the rows of a step."""
+
+    def choose(self, logits: Tensor, specs: Sequence[SampleSpec]) -> list[Choice]:
+        """A token for each row of logits, float32 [num_rows, vocab_size], or why there is none: as ``sample`` says of the row
+        and its spec alone."""
+
+
+class RowSampler:
+    """See ``Sampler``. One row after another."""
+
+    def choose(self, logits: Tensor, specs: Sequence[SampleSpec]) -> list[Choice]:
+        return [_choice(row, spec) for row, spec in zip(logits.numpy(), specs, strict=True)]
+
+
+def _choice(logits: Logits, spec: SampleSpec) -> Choice:
+    try:
+        return sample(logits, spec)
+    except UnusableLogits as error:
+        return error
 
 
 def sample(logits: Logits, spec: SampleSpec) -> SampledToken:
@@ -33,11 +73,11 @@ def sample(logits: Logits, spec: SampleSpec) -> SampledToken:
     Raises UnusableLogits when a logit is not finite or every token is banned.
     """
     if not np.isfinite(logits).all():
-        raise UnusableLogits("the model computed logits that are not finite numbers")
+        raise UnusableLogits.not_finite()
     allowed = apply_logit_rules(logits, spec)
     token_id = int(np.argmax(allowed)) if spec.temperature == 0.0 else _draw(allowed, spec)
     if allowed[token_id] == -np.inf:
-        raise UnusableLogits("every token is banned")
+        raise UnusableLogits.all_banned()
     if spec.num_logprobs is None:
         return SampledToken(token_id=token_id)
     return SampledToken(token_id=token_id, logprobs=_logprobs(logits, token_id, spec.num_logprobs))
@@ -48,8 +88,16 @@ def _draw(logits: Logits, spec: SampleSpec) -> int:
     highest = float(logits.max())
     if highest == -np.inf:
         return 0
+    ids: Ids | None = None  # None: all
     if spec.min_p > 0.0:
-        logits = np.where(logits >= highest + spec.temperature * math.log(spec.min_p), logits, np.float32(-np.inf))
+        ids = np.flatnonzero(logits >= highest + spec.temperature * math.log(spec.min_p))
+        logits = logits[ids]
+    place = _draw_among(logits, highest, number, spec)
+    return place if ids is None else int(ids[place])
+
+
+def _draw_among(logits: Logits, highest: float, number: float, spec: SampleSpec) -> int:
+    """The place of the token that ``number`` picks among those that ``min_p`` left."""
     num_kept = min(spec.top_k or len(logits), len(logits))
     # Without top_k the probability to be shared out is that of the whole vocabulary, in order of id; with it, of the head.
     total = None if spec.top_k else float(_weights(logits, highest, spec.temperature).sum())
@@ -76,18 +124,24 @@ def _draw(logits: Logits, spec: SampleSpec) -> int:
 
 def _weights(logits: Logits, highest: float, temperature: float) -> npt.NDArray[np.float64]:
     """Probabilities up to one common factor."""
+    wide = logits.astype(np.float64)
+    wide -= highest
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the highest to exp(-inf)
-        return np.exp((logits.astype(np.float64) - highest) / temperature)
+        wide /= temperature
+    return np.exp(wide, out=wide)
 
 
 def _most_likely(logits: Logits, count: int) -> Ids:
     """The ids of the ``count`` highest logits, highest first, equals by id."""
-    if count < len(logits):
-        threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
-        candidates = np.flatnonzero(logits >= threshold)
-    else:
-        candidates = np.arange(len(logits))
+    candidates = np.flatnonzero(logits >= _bound(logits, count)) if count < len(logits) else np.arange(len(logits))
     return candidates[np.argsort(-logits[candidates], kind="stable")][:count]
+
+
+def _bound(logits: Logits, count: int) -> np.float32:
+    """A logit that at least ``count`` reach, and not many more: among the maxima of blocks, where there are enough of them."""
+    maxima = logits[: len(logits) // _BLOCK * _BLOCK].reshape(_BLOCK, -1).max(axis=0)
+    among = maxima if count <= len(maxima) else logits
+    return np.float32(np.partition(among, len(among) - count)[len(among) - count])
 
 
 def _logprobs(logits: Logits, token_id: int, count: int) -> TokenLogprobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llm_engine.packed_ids import NO_IDS, PackedIds
 from serving_core.ids import PageId, SequenceKey
 from serving_core.token_event import TokenLogprobs
 from serving_core.worker_status import PhaseName
@@ -17,8 +18,8 @@ class Penalties:
     repetition: float
     presence: float
     frequency: float
-    prompt_token_ids: tuple[int, ...]
-    output_token_ids: tuple[int, ...]
+    prompt_token_ids: PackedIds = NO_IDS
+    output_token_ids: PackedIds = NO_IDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from llm_engine.packed_ids import PackedIds
+from llm_engine.sample_template import SampleTemplate
 from llm_engine.step_plan import Penalties, SampleSpec
 from serving_core.errors import RefusalCode, Refused
 from serving_core.generate_request import GenerateRequest
@@ -55,24 +57,29 @@ class TokenRules:
             return FinishReason.LENGTH
         return None
 
+    def sample_template(self, request: GenerateRequest) -> SampleTemplate:
+        """How to choose each token of the request's answer."""
+        sampling = request.sampling
+        return SampleTemplate(
+            first=SampleSpec(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=sampling.seed,
+                choice_index=request.key.choice_index,
+                output_index=0,
+                num_logprobs=sampling.num_logprobs,
+                min_p=sampling.min_p,
+                penalties=_penalties(request),
+                logit_bias=sampling.logit_bias,
+            ),
+            end_token_ids=tuple(sorted(self._end_token_ids(request))),
+            min_tokens=sampling.min_tokens,
+        )
+
     def sample_spec(self, request: GenerateRequest, output_token_ids: Sequence[int]) -> SampleSpec:
         """How to choose the token that follows ``output_token_ids`` in the answer: a function of these two alone."""
-        sampling = request.sampling
-        output_index = len(output_token_ids)
-        is_end_banned = output_index < sampling.min_tokens
-        return SampleSpec(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            choice_index=request.key.choice_index,
-            output_index=output_index,
-            banned_token_ids=tuple(sorted(self._end_token_ids(request))) if is_end_banned else (),
-            num_logprobs=sampling.num_logprobs,
-            min_p=sampling.min_p,
-            penalties=_penalties(request, output_token_ids),
-            logit_bias=sampling.logit_bias,
-        )
+        return self.sample_template(request).spec(output_token_ids)
 
     def max_total_tokens(self, request: GenerateRequest) -> int:
         """Prompt and answer at their longest under these rules: what the worst case must hold."""
@@ -89,7 +96,7 @@ class TokenRules:
         return stop_token_ids if request.sampling.ignore_eos else stop_token_ids | self.eos_token_ids
 
 
-def _penalties(request: GenerateRequest, output_token_ids: Sequence[int]) -> Penalties | None:
+def _penalties(request: GenerateRequest) -> Penalties | None:
     sampling = request.sampling
     if sampling.repetition_penalty == 1.0 and sampling.presence_penalty == 0.0 and sampling.frequency_penalty == 0.0:
         return None
@@ -97,6 +104,5 @@ def _penalties(request: GenerateRequest, output_token_ids: Sequence[int]) -> Pen
         repetition=sampling.repetition_penalty,
         presence=sampling.presence_penalty,
         frequency=sampling.frequency_penalty,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=tuple(output_token_ids),
+        prompt_token_ids=PackedIds.of(request.prompt_token_ids),
     )

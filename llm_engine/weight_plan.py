@@ -14,11 +14,13 @@ from llm_engine.weight_form import GROUP_SIZE, WeightForm
 from serving_core.engine_config import Quantization
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType
+from serving_core.worker_status import PhaseName
 
-_ITEM_BYTES = {KVDType.FLOAT32: 4, KVDType.BFLOAT16: 2, KVDType.FLOAT16: 2}
 _FLOAT32_BYTES = 4
 _BFLOAT16_BYTES = 2
 _CHANNEL_MULTIPLE = 32
+_EAGER = "needs the native kernels, which --enforce-eager leaves out"
+_GPU = "only CPUs compute, and this worker has a GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +32,40 @@ class WeightPlan:
     is_embedding_shared: bool
 
 
-def usable_quantization(asked: Quantization, *, dtype: KVDType, config: ModelConfig, has_kernels: bool) -> Quantization:
-    """What is done of what was asked for: NONE where AUTO finds no kernels to compute with.
+def usable_quantization(
+    asked: Quantization,
+    phase: PhaseName,
+    *,
+    dtype: KVDType,
+    config: ModelConfig,
+    has_kernels: bool,
+    is_eager: bool = False,
+    has_gpu: bool = False,
+    flag: str | None = None,
+    why_no_kernels: str | None = None,
+) -> Quantization:
+    """What is done of what was asked for in ``phase``: NONE where AUTO finds no kernels to compute with, or is to use none
+    (``is_eager``, ``has_gpu``).
 
-    Raises ConfigError for INT8 and INT4 that cannot be.
+    Raises ConfigError for INT8 and INT4 that cannot be. It names the ``flag`` that asked for them, by default the phase's own,
+    and says why there are no kernels, where that is known, as ``NoKernels`` puts it.
     """
-    obstacle = _obstacle(dtype, config, has_kernels)
+    obstacle = _GPU if has_gpu else _EAGER if is_eager else _obstacle(dtype, config, has_kernels, why_no_kernels)
     if asked is Quantization.NONE or obstacle is None:
         return asked
     if asked is Quantization.AUTO:
         return Quantization.NONE
-    raise ConfigError(f"--quantization is {asked.value}, which {obstacle}; give --quantization none.")
+    flag = flag or f"--{phase.value}-quantization"
+    raise ConfigError(f"{flag} is {asked.value}, which {obstacle}; give {flag} none.")
+
+
+def has_native_form(dtype: KVDType, config: ModelConfig, *, has_kernels: bool) -> bool:
+    """Whether the native kernels compute the model, in whatever form its weights are."""
+    return _obstacle(dtype, config, has_kernels) is None
 
 
 def plan_weights(stored: StoredModel, quantization: Quantization) -> WeightPlan:
-    """``quantization`` is any but NONE."""
-    assert quantization is not Quantization.NONE
+    """For a model that the native kernels compute."""
     config, tensors = stored.config, stored.tensors
     matrices = decoder_matrices(config)
     forms = {name: _form(matrix, tensors, quantization) for name, matrix in matrices.items()}
@@ -53,20 +73,27 @@ def plan_weights(stored: StoredModel, quantization: Quantization) -> WeightPlan:
     return WeightPlan(forms=forms, is_embedding_shared=is_shared)
 
 
-def weight_bytes(stored: StoredModel, dtype: KVDType, quantizations: Iterable[Quantization]) -> int:
-    """What the weights take in memory: once for each form that the phases, with these usable quantizations, compute with."""
-    return sum(
-        _plain_bytes(stored.config, dtype)
-        if quantization is Quantization.NONE
-        else _packed_bytes(stored.config, plan_weights(stored, quantization))
-        for quantization in set(quantizations)
-    )
+def simplest_alike(stored: StoredModel, quantization: Quantization) -> Quantization:
+    """NONE or AUTO where it comes to the same plan: for a model without stored blocks, AUTO is NONE."""
+    plan = plan_weights(stored, quantization)
+    for other in (Quantization.NONE, Quantization.AUTO):
+        if plan_weights(stored, other) == plan:
+            return other
+    return quantization
+
+
+def weight_bytes(stored: StoredModel, dtype: KVDType, quantizations: Iterable[Quantization], *, has_kernels: bool) -> int:
+    """What the weights take in memory: once for each plan that the phases, with these usable quantizations, compute with."""
+    if not has_native_form(dtype, stored.config, has_kernels=has_kernels):
+        return _plain_bytes(stored.config, dtype)
+    distinct = {simplest_alike(stored, quantization) for quantization in quantizations}
+    return sum(_packed_bytes(stored.config, plan_weights(stored, quantization)) for quantization in distinct)
 
 
 def _plain_bytes(config: ModelConfig, dtype: KVDType) -> int:
     """All of type ``dtype``, but for norms, which are float32."""
     return sum(
-        math.prod(shape) * (_FLOAT32_BYTES if is_norm(name) else _ITEM_BYTES[dtype])
+        math.prod(shape) * (_FLOAT32_BYTES if is_norm(name) else dtype.num_bytes)
         for name, shape in tensor_shapes(config).items()
     )
 
@@ -89,18 +116,20 @@ def _form(matrix: Matrix, tensors: Mapping[str, StoredTensor], quantization: Qua
             return WeightForm.INT8
         case Quantization.INT4:
             return WeightForm.INT8 if matrix.is_head else WeightForm.INT4
+        case Quantization.NONE:
+            return WeightForm.BFLOAT16
         case _:
             return max((tensors[name].form for name in matrix.weights), key=lambda form: form.num_bits)
 
 
-def _obstacle(dtype: KVDType, config: ModelConfig, has_kernels: bool) -> str | None:
+def _obstacle(dtype: KVDType, config: ModelConfig, has_kernels: bool, why_no_kernels: str | None = None) -> str | None:
     if dtype is not KVDType.BFLOAT16:
         return f"computes in bfloat16, but --dtype is {dtype.value}"
     odd = [matrix for matrix in decoder_matrices(config).values() if matrix.num_in % GROUP_SIZE]
     if odd:
-        return f"needs rows of a multiple of {GROUP_SIZE} weights, but those of {odd[0].name} have {odd[0].num_in}"
+        return f"needs rows of a multiple of {GROUP_SIZE} weights, and this model has some of {odd[0].num_in}"
     if not has_kernels:
-        return "needs a processor with AVX-512 BF16 and a C++ compiler"
+        return f"needs the native kernels, which {why_no_kernels or 'do not run on this machine'}"
     return None
 
 

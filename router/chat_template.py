@@ -1,7 +1,7 @@
 """Messages to prompt text through the model's own Jinja template, sandboxed: a template comes with a file from strangers.
 
 Knows neither HTTP nor tokens. The sandbox denies attributes that lead to Python's internals, changes to values, and ranges
-over 100,000; the length of the outcome is bounded here.
+over 100,000; powers, one of which can take for ever, are denied here, and the length of the outcome is bounded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.folder_chat_template import read_folder_chat_template
@@ -117,9 +118,21 @@ def _read_gguf_template(path: Path) -> ChatTemplate:
     )
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: object, right: object) -> NoReturn:
+        raise SecurityError("it raises to a power")
+
+
 def _compile(source: str, *, origin: str, now: Callable[[], datetime.datetime]) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
+    environment = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+        autoescape=False,
+        optimized=False,
+        finalize=_unchanged,
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -127,7 +140,16 @@ def _compile(source: str, *, origin: str, now: Callable[[], datetime.datetime]) 
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ModelFileError(f"The chat template of {origin} is wrong in line {error.lineno}: {error.message}.") from error
+        reason = (error.message or "").rstrip(".")
+        raise ModelFileError(f"The chat template of {origin} is wrong in line {error.lineno}: {reason}.") from error
+    except Exception as error:  # Python's own compiler has limits, on nested loops and on depth
+        raise ModelFileError(f"The chat template of {origin} cannot be compiled: {error}.") from error
+
+
+@jinja2.pass_context
+def _unchanged(_context: jinja2.runtime.Context, value: object) -> object:
+    """Asks for the context, so that no constant, however large, is computed while compiling."""
+    return value
 
 
 def _raise_exception(message: str) -> NoReturn:

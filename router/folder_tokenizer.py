@@ -77,7 +77,10 @@ def _read_vocabulary(folder: Path, back_end: BackEnd) -> Vocabulary:
 
 def _adds_bos(folder: Path, back_end: BackEnd, bos_id: int | None) -> bool:
     """Whether the file's post-processor puts BOS in front, as seen from what it makes of a text."""
-    plain, whole = (back_end.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+    try:
+        plain, whole = (back_end.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelFileError(f"{folder / 'tokenizer.json'} makes no tokens of a plain text: {error}.") from error
     if whole == plain:
         return False
     if bos_id is not None and whole == [bos_id, *plain]:

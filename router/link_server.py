@@ -128,7 +128,8 @@ class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
                 raise Refused(
                     RefusalCode.MODEL_MISMATCH,
                     f"Worker {hello.worker_id} computes {phase.value} with {hello.arithmetic(phase)!r} but the others of this "
-                    f"router with {expected!r}: --{phase.value}-quantization none is the same on every machine.",
+                    f"router with {expected!r}: all workers of a phase need the same flags. Unlike processors also need "
+                    "--enforce-eager; GPUs must be of one kind, with equal versions of torch and of what attends.",
                 )
 
     def _check_layout(self, hello: WorkerHello) -> None:
@@ -136,11 +137,14 @@ class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
         for other in self._directory.connected():
             if other.hello.worker_id == hello.worker_id or not _can_pair(hello, other.hello):
                 continue
-            sender, receiver = (hello, other.hello) if PhaseName.PREFILL in hello.phases else (other.hello, hello)
-            if obstacle := sender.layout.obstacle_to(receiver.layout):
+            obstacle = hello.layout.obstacle_to(
+                other.hello.layout, own_place=f"at {hello.worker_id}", other_place=f"at {other.hello.worker_id}"
+            )
+            if obstacle:
                 raise Refused(
                     RefusalCode.LAYOUT_MISMATCH,
-                    f"No transfer plan leads from pages of {sender.worker_id} to those of {receiver.worker_id}: {obstacle}.",
+                    f"Worker {hello.worker_id} has KV pages of layout {hello.layout.layout_print}, and nothing converts them "
+                    f"for {other.hello.worker_id}, whose layout is {other.hello.layout.layout_print}: {obstacle}.",
                 )
 
 

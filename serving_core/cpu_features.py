@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-_AVX512_BFLOAT16_FLAGS = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"})
+_AVX512_BFLOAT16_FLAGS = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"})
 _CPUINFO = Path("/proc/cpuinfo")
 
 

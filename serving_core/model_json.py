@@ -6,11 +6,12 @@ Engine and router both read such files, and must read them alike. What the value
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from serving_core.errors import ModelFileError
+from serving_core.model_numbers import MIN_NUMBER, checked_count, checked_number
 
 
 class ModelJson:
@@ -52,18 +53,12 @@ class ModelJson:
         return (key for key in self._values if key in self)
 
     def count(self, key: str, *, default: int | None = None, smallest: int = 1) -> int:
-        """A whole number of at least ``smallest``."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-            raise self.wrong(key, f"a whole number of at least {smallest}")
-        return value
+        """A whole number of at least ``smallest``, and not too large to compute with."""
+        return checked_count(self._get(key, default), partial(self.wrong, key), smallest=smallest)
 
-    def number(self, key: str, *, default: float | None = None) -> float:
-        """A finite number above 0."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.wrong(key, "a number above 0")
-        return float(value)
+    def number(self, key: str, *, default: float | None = None, smallest: float = MIN_NUMBER) -> float:
+        """A number above 0, of at least ``smallest``, that float32 can compute with."""
+        return checked_number(self._get(key, default), partial(self.wrong, key), smallest=smallest)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """True or false."""
@@ -79,12 +74,12 @@ class ModelJson:
             raise self.wrong(key, "a text")
         return value
 
-    def ids(self, key: str) -> frozenset[int]:
-        """One token id or a list of them; empty where the file states none."""
+    def ids(self, key: str, *, kind: str = "a token id") -> frozenset[int]:
+        """One id of that kind or a list of them; empty where the file states none."""
         value = self._values.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in values):
-            raise self.wrong(key, "a token id or a list of them")
+            raise self.wrong(key, f"{kind} or a list of them")
         return frozenset(values)
 
     def section(self, key: str) -> ModelJson | None:

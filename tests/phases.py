@@ -17,6 +17,7 @@ from llm_engine.step_plan import SampledToken, StepPlan, StepResult
 from llm_engine.token_rules import TokenRules
 from prefill_worker.handoff import LocalDecode
 from prefill_worker.prefill_phase import PrefillPhase
+from serving_core.byte_stride import ByteStride
 from serving_core.clock import Clock, ManualClock
 from serving_core.errors import Refused, TwinpoolError
 from serving_core.generate_request import GenerateRequest
@@ -84,8 +85,9 @@ class FakeCache:
     def page_memory(self, page_id: PageId) -> memoryview:
         return memoryview(self.pages[page_id]).toreadonly()
 
-    def writable_page(self, page_id: PageId) -> memoryview:
-        return memoryview(self.pages[page_id])
+    def write(self, page_id: PageId, offset: int, payload: memoryview, stride: ByteStride | None) -> None:
+        assert stride is None
+        self.pages[page_id][offset : offset + payload.nbytes] = payload
 
     def put_key(self, page_ids: Sequence[PageId], position: int, key: int) -> None:
         page, slot = divmod(position, LAYOUT.page_size)

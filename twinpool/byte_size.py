@@ -6,7 +6,7 @@ import re
 
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_FORM = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>ib|b)?", re.IGNORECASE)
+_FORM = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[kmgt]?)(?P<kind>ib|b)?", re.IGNORECASE)
 
 
 def parse_byte_size(text: str) -> int:

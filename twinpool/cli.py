@@ -18,6 +18,7 @@ from twinpool.status_flags import add_status_flags
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 _LIKENESS = 0.65  # of two flags, from 0 to 1: below it the one is no slip of the pen for the other
 
@@ -40,7 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 1 when it failed, 2 when it was asked for something impossible."""
+    """Run one command. Returns the exit status: 0, 1 when it failed, 2 when it was asked for something impossible, 130 when
+    Ctrl-C ended it before it was ready for that."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = make_parser()
     try:
@@ -48,12 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if flags.command == "serve" and flags.config is not None:
             flags = _parse_with_config(Path(flags.config), arguments)
         return _run(flags)
-    except ConfigError as error:
-        print(f"twinpool: {error}", file=sys.stderr)
-        return EXIT_USAGE
     except TwinpoolError as error:
-        print(f"twinpool: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        print(f"twinpool: {_printable(str(error))}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _printable(text: str) -> str:
+    """``text`` on one line: it may quote a file, which names a tensor as it likes."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:

@@ -55,7 +55,7 @@ def _read_mapping(path: Path) -> dict[str, object]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # a value of the wrong kind makes the library raise ValueError, KeyError and more
         raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
@@ -67,7 +67,10 @@ def _read_mapping(path: Path) -> dict[str, object]:
 def _text(value: object, key: str, path: Path) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ConfigError(f"{key} in {path} is a {_kind(value)}, but must be one text or number")
-    return str(value)
+    try:
+        return str(value)
+    except ValueError as error:
+        raise ConfigError(f"{key} in {path} is a number of too many digits") from error
 
 
 def _kind(value: object) -> str:

@@ -8,25 +8,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving_core.cpu_features import has_bfloat16
-from serving_core.engine_config import DEFAULT_QUANTIZATIONS, Quantization
+from serving_core.engine_config import (
+    DEFAULT_QUANTIZATIONS,
+    MAX_KV_CACHE_BYTES,
+    MAX_MODEL_LEN,
+    MIN_MODEL_LEN,
+    Quantization,
+)
 from serving_core.errors import ConfigError
-from serving_core.kv_page_layout import KVDType
+from serving_core.kv_page_layout import WEIGHT_DTYPES, KVDType
 from serving_core.worker_status import PhaseName
 from twinpool.byte_size import format_byte_size, parse_byte_size
 
 MAX_BLOCK_SIZE = 256
 MAX_THREADS = 1024
-MAX_COUNT = 2**20
-MAX_KV_CACHE_BYTES = 2**44
+MAX_STEP_TOKENS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
-    """One phase's engine as asked for. None: to be derived, from the model (``max_model_len``) or the cores (``threads``)."""
+    """One phase's engine as asked for. None: to be derived, from the model (``max_model_len``), the cores (``threads``) or
+    what attends on the worker's device (``block_size``). ``quantization_flag`` is the flag that asked for it."""
 
     dtype: KVDType
     quantization: Quantization
-    block_size: int
+    quantization_flag: str
+    enforce_eager: bool
+    kv_cache_dtype: KVDType
+    block_size: int | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -49,14 +58,23 @@ class _Flag:
 
 
 _FLAGS = (
-    _Flag("block-size", int, 16, 1, MAX_BLOCK_SIZE, "tokens in one KV page"),
-    _Flag("max-model-len", int, None, 2, MAX_COUNT, "longest prompt and answer together (default: the model's window)"),
+    _Flag("block-size", int, None, 1, MAX_BLOCK_SIZE, "tokens in one KV page (default: 16; on CUDA what its attention reads)"),
+    _Flag(
+        "max-model-len",
+        int,
+        None,
+        MIN_MODEL_LEN,
+        MAX_MODEL_LEN,
+        "longest prompt and answer together (default: the model's window)",
+    ),
     _Flag("max-num-seqs", int, 64, 1, 4096, "sequences in one step"),
-    _Flag("max-num-batched-tokens", int, 512, 1, MAX_COUNT, "prompt tokens in one prefill step"),
+    _Flag("max-num-batched-tokens", int, 512, 1, MAX_STEP_TOKENS, "prompt tokens in one prefill step"),
     _Flag("kv-cache-memory-bytes", parse_byte_size, 2**30, 1, MAX_KV_CACHE_BYTES, "KV cache size, like 512MiB or 1G"),
     _Flag("threads", int, None, 1, MAX_THREADS, "threads of the engine's kernels (default: from the number of cores)"),
 )
-_DTYPES = ("auto", *(dtype.value for dtype in KVDType))
+_DTYPES = ("auto", *(dtype.value for dtype in WEIGHT_DTYPES))
+_FP8 = "fp8"
+_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "int8", _FP8)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +82,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine", "each also as --prefill-… and --decode-…, for one phase alone")
     for prefix in ("", "prefill-", "decode-"):
         is_listed = not prefix
-        dtype_help = "auto: bfloat16 where the processor has it, else float32"
+        dtype_help = "auto: bfloat16 on GPUs and on processors that have it, else float32"
         group.add_argument(f"--{prefix}dtype", choices=_DTYPES, help=dtype_help if is_listed else argparse.SUPPRESS)
         form_help = "form of the weights; auto: as they are stored (default: none for prefill, auto for decode)"
         group.add_argument(
@@ -72,22 +90,46 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             choices=[quantization.value for quantization in Quantization],
             help=form_help if is_listed else argparse.SUPPRESS,
         )
+        group.add_argument(
+            f"--{prefix}kv-cache-dtype",
+            choices=_KV_CACHE_DTYPES,
+            help="type of keys and values in the KV cache; auto: --dtype" if is_listed else argparse.SUPPRESS,
+        )
+        eager_help = "compute with torch's own operators, one by one: no native kernels, no CUDA graphs"
+        group.add_argument(f"--{prefix}enforce-eager", action="store_true", help=eager_help if is_listed else argparse.SUPPRESS)
         for flag in _FLAGS:
             text = _help_of(flag) if is_listed else argparse.SUPPRESS
             group.add_argument(f"--{prefix}{flag.name}", type=_parser_of(flag), metavar="N", help=text)
 
 
-def engine_flags_of(flags: argparse.Namespace, phase: PhaseName) -> EngineFlags:
-    """What was asked for ``phase``: its own flag, else the common one, else the default.
+def engine_flags_of(flags: argparse.Namespace, phase: PhaseName, *, has_gpu: bool) -> EngineFlags:
+    """What was asked for ``phase``: its own flag, else the common one, else the default. ``has_gpu``: workers compute on GPUs.
 
     Raises ``ConfigError`` for a value outside what can work.
     """
     values = {flag.field: _value_of(flags, phase, flag) for flag in _FLAGS}
     dtype = getattr(flags, f"{phase.value}_dtype") or flags.dtype or "auto"
     if dtype == "auto":
-        dtype = KVDType.BFLOAT16.value if has_bfloat16() else KVDType.FLOAT32.value
-    quantization = getattr(flags, f"{phase.value}_quantization") or flags.quantization or DEFAULT_QUANTIZATIONS[phase]
-    return EngineFlags(dtype=KVDType(dtype), quantization=Quantization(quantization), **values)
+        dtype = KVDType.BFLOAT16.value if has_gpu or has_bfloat16() else KVDType.FLOAT32.value
+    own_quantization = getattr(flags, f"{phase.value}_quantization")
+    quantization = own_quantization or flags.quantization or DEFAULT_QUANTIZATIONS[phase]
+    return EngineFlags(
+        dtype=KVDType(dtype),
+        quantization=Quantization(quantization),
+        quantization_flag=f"--{phase.value}-quantization" if own_quantization else "--quantization",
+        enforce_eager=getattr(flags, f"{phase.value}_enforce_eager") or flags.enforce_eager,
+        kv_cache_dtype=_kv_cache_dtype(flags, phase, KVDType(dtype)),
+        **values,
+    )
+
+
+def _kv_cache_dtype(flags: argparse.Namespace, phase: PhaseName, dtype: KVDType) -> KVDType:
+    asked = getattr(flags, f"{phase.value}_kv_cache_dtype") or flags.kv_cache_dtype or "auto"
+    if asked == _FP8:
+        raise ConfigError(
+            "--kv-cache-dtype is fp8, which is for GPUs, and their kernels do not read it yet: give int8, float16 or bfloat16"
+        )
+    return dtype if asked == "auto" else KVDType(asked)
 
 
 def _value_of(flags: argparse.Namespace, phase: PhaseName, flag: _Flag) -> Any:

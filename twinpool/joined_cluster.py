@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import grpc
@@ -16,6 +17,7 @@ import psutil
 
 from serving_core.errors import TwinpoolError
 from twinpool.cluster import AUTO, WorkerPlaces
+from twinpool.local_gpus import torch_has_cuda
 from twinpool.node_address import node_address
 from twinpool.ray_loss import RayLoss
 from twinpool.ray_thread import RayThread
@@ -209,4 +211,5 @@ def _node_of(entry: Mapping[str, Any]) -> ClusterNode:
     return ClusterNode(
         num_cores=int(resources.get("CPU", 0)),
         num_places=None if places is None else int(places),
+        num_gpus=int(resources.get("GPU", 0)) if torch_has_cuda(version("torch")) else 0,
     )

@@ -21,6 +21,7 @@ from twinpool.node_address import node_address
 from twinpool.ray_loss import RayLoss
 from twinpool.ray_thread import RayThread
 from twinpool.temp_folder import TempFolder, remove_abandoned_folders
+from twinpool.worker_places import gpus_per_worker
 
 T = TypeVar("T")
 
@@ -34,9 +35,10 @@ _PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
 class LocalCluster:
-    """See ``Cluster``."""
+    """See ``Cluster``. ``num_gpus`` of this machine are divided among the workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_gpus: int) -> None:
+        self._num_gpus = num_gpus
         self._thread = RayThread()
         self._loss = RayLoss()
         self._folder: TempFolder | None = None
@@ -48,7 +50,7 @@ class LocalCluster:
         ``TwinpoolError`` when Ray cannot start."""
         self._loss.watch_children(_VITAL_PROCESSES)  # Ray may wait a minute for one that dies while it starts
         await self.call(lambda: self._init(num_workers))
-        return WorkerPlaces(host=node_address())
+        return WorkerPlaces(host=node_address(), num_gpus=gpus_per_worker(self._num_gpus, num_workers))
 
     async def call(self, function: Callable[[], T]) -> T:
         """See ``Cluster``."""
@@ -99,6 +101,7 @@ class LocalCluster:
             ray.init(
                 address="local",
                 num_cpus=num_workers,  # our actors ask for none; Ray starts this many processes ahead for them
+                num_gpus=self._num_gpus,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 log_to_driver=True,  # how a worker's last words reach the terminal

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from decode_worker.decode_scheduler import MAX_REPLAY_TOKENS
 from llm_engine.checkpoint import StoredModel
-from llm_engine.memory_budget import StepSize, num_pages_for_budget, workspace_bytes
-from llm_engine.weight_plan import usable_quantization, weight_bytes
+from llm_engine.memory_budget import StepSize, longest_window, num_pages_for_budget, workspace_bytes
+from llm_engine.weight_plan import has_native_form, usable_quantization, weight_bytes
+from serving_core.engine_config import MIN_MODEL_LEN, Quantization
 from serving_core.errors import ConfigError
+from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
 from twinpool.byte_size import format_byte_size
 from twinpool.worker_spec import WorkerSpec
@@ -29,6 +31,7 @@ class WorkerMemory:
 
     weight_bytes: int
     workspace_bytes: int
+    kv_cache_dtype: KVDType
     kv_cache_bytes: int
     min_kv_cache_bytes: int
 
@@ -43,36 +46,43 @@ def worker_memory(spec: WorkerSpec, stored: StoredModel, *, has_kernels: bool) -
     for one sequence, and for a quantization that cannot be."""
     engine, model = spec.engine, stored.config
     max_model_len = engine.max_model_len or model.max_model_len
-    layout = model.page_layout(page_size=engine.page_size, dtype=engine.dtype)
+    layout = model.page_layout(page_size=engine.planned_page_size, dtype=engine.page_dtype)
     num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
-    steps = []
-    if PhaseName.PREFILL in spec.phases:
-        steps.append(
-            StepSize.of_prefill(
-                max_num_batched_tokens=engine.max_num_batched_tokens,
-                max_num_seqs=engine.max_num_seqs,
-                max_model_len=max_model_len,
-                page_size=engine.page_size,
-                num_pages=num_pages,
-            )
+    steps = {
+        PhaseName.PREFILL: StepSize.of_prefill(
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            max_model_len=max_model_len,
+            page_size=engine.planned_page_size,
+            num_pages=num_pages,
+        ),
+        PhaseName.DECODE: StepSize.of_decode(
+            max_num_seqs=engine.max_num_seqs,
+            max_replay_tokens=MAX_REPLAY_TOKENS,
+            max_model_len=max_model_len,
+            page_size=engine.planned_page_size,
+            num_pages=num_pages,
+        ),
+    }
+    forms: dict[bool, list[Quantization]] = {}  # of the phases that the native kernels compute, and of the others
+    workspaces = []
+    for phase in spec.phases:
+        is_eager = engine.is_eager(phase)
+        is_native = has_native_form(engine.dtype, model, has_kernels=has_kernels and not is_eager)
+        asked = engine.quantization(phase)
+        forms.setdefault(is_native, []).append(
+            usable_quantization(asked, phase, dtype=engine.dtype, config=model, has_kernels=has_kernels, is_eager=is_eager)
         )
-    if PhaseName.DECODE in spec.phases:
-        steps.append(
-            StepSize.of_decode(
-                max_num_seqs=engine.max_num_seqs,
-                max_replay_tokens=MAX_REPLAY_TOKENS,
-                max_model_len=max_model_len,
-                page_size=engine.page_size,
-                num_pages=num_pages,
-            )
+        workspaces.append(
+            workspace_bytes(model, phase, engine.dtype, steps[phase], cache_dtype=engine.page_dtype, is_native=is_native)
         )
-    quantizations = [
-        usable_quantization(engine.quantization(phase), dtype=engine.dtype, config=model, has_kernels=has_kernels)
-        for phase in spec.phases
-    ]
     return WorkerMemory(
-        weight_bytes=weight_bytes(stored, engine.dtype, quantizations),
-        workspace_bytes=max(workspace_bytes(model, engine.dtype, step) for step in steps),
+        weight_bytes=sum(
+            weight_bytes(stored, engine.dtype, quantizations, has_kernels=is_native)
+            for is_native, quantizations in forms.items()
+        ),
+        workspace_bytes=max(workspaces),
+        kv_cache_dtype=layout.dtype,
         kv_cache_bytes=num_pages * layout.page_bytes,
         min_kv_cache_bytes=layout.num_pages_for(max_model_len) * layout.page_bytes,
     )
@@ -94,8 +104,8 @@ def check_memory(specs: Sequence[WorkerSpec], stored: StoredModel, available_byt
     fitting_bytes = (available_bytes - fixed_bytes) // len(workers) // _MIB * _MIB
     if fitting_bytes >= max(worker.min_kv_cache_bytes for worker in workers):
         raise ConfigError(f"{what}: give --kv-cache-memory-bytes of at most {fitting_bytes // _MIB}MiB")
-    if fitting_bytes > 0:
-        window = min(_window_that_fits(spec, stored, fitting_bytes) for spec in specs)
+    window = min(_window_that_fits(spec, stored, fitting_bytes) for spec in specs)
+    if window >= MIN_MODEL_LEN:
         raise ConfigError(
             f"{what}: give --kv-cache-memory-bytes of at most {fitting_bytes // _MIB}MiB and --max-model-len of at most "
             f"{window}, or fewer workers"
@@ -107,10 +117,10 @@ def describe_memory(worker: WorkerMemory) -> str:
     """Weights, workspace and KV cache for a reader."""
     return (
         f"weights {format_byte_size(worker.weight_bytes)}, workspace up to {format_byte_size(worker.workspace_bytes)}, "
-        f"KV cache {format_byte_size(worker.kv_cache_bytes)}"
+        f"KV cache {format_byte_size(worker.kv_cache_bytes)} of {worker.kv_cache_dtype.value}"
     )
 
 
 def _window_that_fits(spec: WorkerSpec, stored: StoredModel, kv_cache_bytes: int) -> int:
-    layout = stored.config.page_layout(page_size=spec.engine.page_size, dtype=spec.engine.dtype)
-    return kv_cache_bytes // layout.page_bytes * layout.page_size
+    layout = stored.config.page_layout(page_size=spec.engine.planned_page_size, dtype=spec.engine.page_dtype)
+    return longest_window(layout, kv_cache_bytes)

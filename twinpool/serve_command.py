@@ -9,18 +9,19 @@ import os
 from collections.abc import Sequence
 
 from llm_engine.checkpoint import StoredModel
+from llm_engine.model_config import ModelConfig
+from llm_engine.native.kernels import why_no_kernels
 from llm_engine.open_checkpoint import read_stored_model
+from llm_engine.weight_plan import has_native_form
 from router.chat_template import read_chat_template
 from router.tokenizer import read_tokenizer
-from serving_core.cpu_features import has_avx512_bfloat16
-from serving_core.errors import ModelFileError
 from twinpool.cluster import LOCAL
 from twinpool.http_server import listen
 from twinpool.machine_memory import available_memory_bytes
 from twinpool.memory_plan import check_memory, describe_memory, worker_memory
 from twinpool.serve_config import ServeConfig, make_serve_config
 from twinpool.worker_spec import WorkerSpec
-from twinpool.worker_specs import make_worker_specs, plan_server_cores
+from twinpool.worker_specs import check_quantizations, make_worker_specs, plan_server_cores
 
 _log = logging.getLogger(__name__)
 
@@ -31,17 +32,20 @@ def serve_command(flags: argparse.Namespace) -> int:
     stored = read_stored_model(config.model.path)
     model = stored.config
     tokenizer, chat_template = read_tokenizer(config.model.path), read_chat_template(config.model.path)
-    if tokenizer.vocab_size > model.num_tokens:
-        raise ModelFileError(
-            f"{config.model.path} has a tokenizer with {tokenizer.vocab_size} tokens; its weights know {model.num_tokens}."
-        )
     cores = plan_server_cores(config, sorted(os.sched_getaffinity(0)))
     specs = make_worker_specs(config, model, cores, ())
-    has_kernels = config.address != LOCAL or has_avx512_bfloat16()
-    if config.address == LOCAL:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    has_kernels = config.address != LOCAL  # of nodes that others run it is not known, and assumed
+    if _wants_kernels(config, specs, model):
+        missing = why_no_kernels()
+        has_kernels = missing is None
+        if missing is not None:
+            check_quantizations(config, specs, model, why_no_kernels=missing)
+            _log.warning("Torch computes: the native kernels %s.", missing)
+            config = config.without_kernels()
+    if config.address == LOCAL and not config.is_on_gpus:  # a GPU's memory is checked by the worker that takes it
         check_memory(specs, stored, available_memory_bytes(), has_kernels=has_kernels)
     with listen(config.host, config.port) as listener:
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
         # Ray starts processes while the router's gRPC threads run; none of them uses gRPC before it has become another program
         os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # broken connections are ours to report
@@ -53,6 +57,17 @@ def serve_command(flags: argparse.Namespace) -> int:
         )
         asyncio.run(server.run())
     return 0
+
+
+def _wants_kernels(config: ServeConfig, specs: Sequence[WorkerSpec], model: ModelConfig) -> bool:
+    """Whether workers on this machine will compute with the native kernels, if those run here."""
+    if config.address != LOCAL or config.is_on_gpus:
+        return False
+    return any(
+        has_native_form(spec.engine.dtype, model, has_kernels=not spec.engine.is_eager(phase))
+        for spec in specs
+        for phase in spec.phases
+    )
 
 
 def _describe(config: ServeConfig, stored: StoredModel, specs: Sequence[WorkerSpec], *, has_kernels: bool) -> None:

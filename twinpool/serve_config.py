@@ -8,10 +8,12 @@ import math
 from dataclasses import dataclass
 
 from serving_core.errors import ConfigError
+from serving_core.kv_page_layout import KVDType, as_word
 from serving_core.transfer_ticket import MAX_LEASE_S
 from serving_core.worker_status import PhaseName
 from twinpool.cluster import AUTO, LOCAL
 from twinpool.engine_flags import EngineFlags, engine_flags_of
+from twinpool.local_gpus import num_local_gpus
 from twinpool.model_source import ModelSource, find_model
 from twinpool.transfer_way import TransferWay
 
@@ -24,7 +26,7 @@ _TRANSFERS_TO_COME = ("torch_distributed",)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """One server. With ``is_colocated`` there is one worker with both phases and both worker counts are 0. ``address`` is the
-    Ray cluster's: ``local``, ``auto`` or HOST:PORT."""
+    Ray cluster's: ``local``, ``auto`` or HOST:PORT. ``num_gpus`` is of this machine, as torch can use them."""
 
     model: ModelSource
     served_model_name: str
@@ -40,12 +42,28 @@ class ServeConfig:
     lease_s: float
     worker_wait_s: float
     address: str
+    num_gpus: int
     transfer: TransferWay = TransferWay.AUTO
+
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether workers compute on this machine's GPUs. What nodes that others run have is not known."""
+        return self.address == LOCAL and self.num_gpus > 0
+
+    def flags_of(self, phase: PhaseName) -> EngineFlags:
+        """The phase's own."""
+        return self.prefill if phase is PhaseName.PREFILL else self.decode
+
+    def without_kernels(self) -> ServeConfig:
+        """The same for a machine where the native kernels do not run: no worker, however often it starts, looks for them."""
+        prefill, decode = (dataclasses.replace(flags, enforce_eager=True) for flags in (self.prefill, self.decode))
+        return dataclasses.replace(self, prefill=prefill, decode=decode)
 
 
 def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
     """Read the parsed flags. Raises ``ConfigError`` with the flag, its value and what would be right."""
-    prefill, decode = engine_flags_of(flags, PhaseName.PREFILL), engine_flags_of(flags, PhaseName.DECODE)
+    num_gpus = num_local_gpus()
+    prefill, decode = (engine_flags_of(flags, phase, has_gpu=num_gpus > 0) for phase in (PhaseName.PREFILL, PhaseName.DECODE))
     num_prefill, num_decode = _worker_counts(flags)
     _check_phases_agree(prefill, decode, is_colocated=flags.colocated)
     transfer = _transfer(flags.transfer)
@@ -71,6 +89,7 @@ def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
         lease_s=flags.lease_seconds,
         worker_wait_s=flags.worker_wait,
         address=_address(flags.address),
+        num_gpus=num_gpus,
         transfer=transfer,
     )
 
@@ -91,20 +110,25 @@ def _worker_counts(flags: argparse.Namespace) -> tuple[int, int]:
 
 def _check_phases_agree(prefill: EngineFlags, decode: EngineFlags, *, is_colocated: bool) -> None:
     """A transfer plan covers pages of another size, not of another type; one colocated worker has one engine for both."""
-    fields: tuple[str, ...] = ("dtype",)
+    fields: tuple[str, ...] = ("dtype", "kv_cache_dtype")
     if is_colocated:
-        # one step budget and one form of the weights belongs to each phase, so these may differ even there
-        per_phase = ("quantization", "max_num_seqs", "max_num_batched_tokens")
+        # one step budget, one form of the weights and its kernels belong to each phase, so these may differ even there
+        per_phase = ("quantization", "quantization_flag", "enforce_eager", "max_num_seqs", "max_num_batched_tokens")
         fields = tuple(field.name for field in dataclasses.fields(EngineFlags) if field.name not in per_phase)
     for field in fields:
         if getattr(prefill, field) != getattr(decode, field):
             name = field.replace("_", "-")
+            values = f"{_word(getattr(prefill, field))} and {_word(getattr(decode, field))}"
             why = (
                 "with --colocated both phases share one engine"
                 if is_colocated
                 else "keys and values are handed over as they are"
             )
-            raise ConfigError(f"--prefill-{name} and --decode-{name} differ, but {why}: give both the same value")
+            raise ConfigError(f"--prefill-{name} and --decode-{name} differ, {values}, but {why}: give both the same value")
+
+
+def _word(value: KVDType | int | None) -> str:
+    return "the default" if value is None else as_word(value)
 
 
 def _transfer(transfer: str) -> TransferWay:

@@ -59,7 +59,8 @@ class Server:
         self._chat_template = chat_template
         self._core_plan = core_plan
         self._listener = listener
-        self._cluster: Cluster = LocalCluster() if config.address == LOCAL else JoinedCluster(config.address)
+        is_local = config.address == LOCAL
+        self._cluster: Cluster = LocalCluster(num_gpus=config.num_gpus) if is_local else JoinedCluster(config.address)
 
     async def run(self) -> None:
         """Serve until a signal. Raises ``TwinpoolError`` when a worker cannot start, and whatever else ended the server;

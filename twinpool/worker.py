@@ -15,6 +15,7 @@ import grpc.aio
 from decode_worker.decode_phase import DecodePhase
 from decode_worker.decode_service import DecodeService
 from decode_worker.page_sink import DecodePageSink
+from llm_engine.device import CPU
 from llm_engine.engine_calls import run_between_steps
 from llm_engine.engine_thread import configure_engine_thread
 from llm_engine.kv_cache import KVCache
@@ -53,7 +54,8 @@ class Worker:
         self, spec: WorkerSpec, loaded: LoadedModel, *, on_crash: Callable[[BaseException], None], clock: Clock
     ) -> None:
         engine = spec.engine
-        layout = loaded.config.page_layout(page_size=engine.page_size, dtype=engine.dtype)
+        page_size = engine.page_size or loaded.default_page_size
+        layout = loaded.config.page_layout(page_size=page_size, dtype=engine.page_dtype)
         max_model_len = engine.max_model_len or loaded.config.max_model_len
         num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
         self._server = make_server()
@@ -81,8 +83,8 @@ class Worker:
         self._rules = TokenRules(
             eos_token_ids=loaded.eos_token_ids, num_tokens=loaded.config.num_tokens, max_model_len=max_model_len
         )
-        self._cache = KVCache(layout, num_pages)
-        self._pool = PagePool(num_pages, engine.page_size, clock)
+        self._cache = KVCache(layout, num_pages, device=loaded.device, has_spare_page=loaded.device != CPU)
+        self._pool = PagePool(num_pages, page_size, clock)
         self._links = RouterLinks(addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew)
         self._transport = make_transport(spec.transfer)
 
@@ -90,7 +92,9 @@ class Worker:
         self._prefill = self._make_prefill_phase() if PhaseName.PREFILL in spec.phases else None
         self._phases: list[Phase] = [phase for phase in (self._decode, self._prefill) if phase is not None]
         self._loop = StepLoop(
-            runner=ModelRunner(loaded, self._cache),
+            runner=ModelRunner(
+                loaded, self._cache, max_recorded_rows=0 if engine.is_eager(PhaseName.DECODE) else engine.max_num_seqs
+            ),
             phases=self._phases,
             clock=clock,
             on_crash=on_crash,
@@ -215,7 +219,10 @@ class Worker:
 
 
 def _arithmetic(spec: WorkerSpec, loaded: LoadedModel, phase: PhaseName) -> str:
-    return loaded.phases[phase].arithmetic if phase in spec.phases else ""
+    """Keys and values are attended to as the cache holds them, so its type belongs to it."""
+    if phase not in spec.phases:
+        return ""
+    return f"{loaded.phases[phase].arithmetic}, {spec.engine.page_dtype.value} KV cache"
 
 
 def _listen(server: grpc.aio.Server, host: str) -> str:

@@ -14,10 +14,11 @@ WORKER_RESOURCE = "twinpool_worker"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """A living node: its cores as Ray was told, and how many workers it takes (None: it says nothing about that)."""
+    """A living node: its cores and GPUs as Ray was told, and how many workers it takes (None: it says nothing about that)."""
 
     num_cores: int
     num_places: int | None
+    num_gpus: int = 0
 
 
 def find_worker_places(nodes: Sequence[ClusterNode], num_workers: int, *, host: str) -> WorkerPlaces:
@@ -26,7 +27,12 @@ def find_worker_places(nodes: Sequence[ClusterNode], num_workers: int, *, host: 
     if not nodes:
         raise PlacementFailed("the Ray cluster has no living node: start one with 'ray start'")
     if not offering:
-        return WorkerPlaces(host=host, num_cores=_cores_per_worker(nodes, -(-num_workers // len(nodes))))
+        workers_per_node = -(-num_workers // len(nodes))
+        return WorkerPlaces(
+            host=host,
+            num_cores=_cores_per_worker(nodes, workers_per_node),
+            num_gpus=min(gpus_per_worker(node.num_gpus, workers_per_node) for node in nodes),
+        )
     num_places = sum(places for _, places in offering)
     if num_places < num_workers:
         raise PlacementFailed(
@@ -38,7 +44,13 @@ def find_worker_places(nodes: Sequence[ClusterNode], num_workers: int, *, host: 
         host=host,
         resources={WORKER_RESOURCE: 1},
         num_cores=min(_cores_per_worker([node], min(places, num_workers)) for node, places in taking),
+        num_gpus=min(gpus_per_worker(node.num_gpus, min(places, num_workers)) for node, places in taking),
     )
+
+
+def gpus_per_worker(num_gpus: int, num_workers: int) -> float:
+    """What each of a node's workers takes of its GPUs: one, or an equal part of one."""
+    return 0.0 if num_gpus == 0 else 1.0 / -(-num_workers // num_gpus)
 
 
 def _cores_per_worker(nodes: Sequence[ClusterNode], workers_per_node: int) -> int:

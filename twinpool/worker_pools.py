@@ -4,6 +4,7 @@ router's business; Ray restarts what dies."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import textwrap
 import time
@@ -83,13 +84,15 @@ class WorkerPools:
 
         actor_class = ray.remote(WorkerActor).options(
             num_cpus=0,
+            num_gpus=places.num_gpus,
             resources=dict(places.resources),
             scheduling_strategy="SPREAD",
             max_restarts=-1,
             max_concurrency=MAX_CONCURRENCY,
         )
         for spec in specs:
-            self._actors[spec.worker_id] = actor_class.remote(spec)
+            # Ray hides no GPU from those that asked for none
+            self._actors[spec.worker_id] = actor_class.remote(dataclasses.replace(spec, gpu_share=places.num_gpus))
 
     def _stop_actors(self) -> None:
         actors, self._actors = list(self._actors.values()), {}

@@ -55,10 +55,7 @@ def make_worker_specs(
         engines += [(f"decode-{i}", frozenset({PhaseName.DECODE}), engine) for i, engine in enumerate(decode)]
     for _, phases, engine in engines:
         _check_pages(engine, model, phases)
-        for phase in phases:
-            # whether its machine has the kernels, a worker finds out
-            usable_quantization(engine.quantization(phase), dtype=engine.dtype, config=model, has_kernels=True)
-    return tuple(
+    specs = tuple(
         WorkerSpec(
             worker_id=WorkerId(worker_id),
             phases=phases,
@@ -70,6 +67,27 @@ def make_worker_specs(
         )
         for worker_id, phases, engine in engines
     )
+    check_quantizations(config, specs, model)  # whether their machines have the kernels is yet to be found out
+    return specs
+
+
+def check_quantizations(
+    config: ServeConfig, specs: Sequence[WorkerSpec], model: ModelConfig, *, why_no_kernels: str | None = None
+) -> None:
+    """Raises ``ConfigError`` for a quantization that cannot be. ``why_no_kernels``: see ``NoKernels``; None where they run."""
+    for spec in specs:
+        for phase in spec.phases:
+            usable_quantization(
+                spec.engine.quantization(phase),
+                phase,
+                dtype=spec.engine.dtype,
+                config=model,
+                has_kernels=why_no_kernels is None,
+                has_gpu=config.is_on_gpus,
+                is_eager=spec.engine.is_eager(phase),
+                flag=config.flags_of(phase).quantization_flag,
+                why_no_kernels=why_no_kernels,
+            )
 
 
 def _decode_engine(config: ServeConfig, model: ModelConfig, core_plan: CorePlan, cores: tuple[int, ...]) -> EngineConfig:
@@ -89,6 +107,7 @@ def _engine(config: ServeConfig, flags: EngineFlags, model: ModelConfig, *, num_
         raise ConfigError(f"--max-model-len is {max_model_len}, but {config.model.name} was made for {model.max_model_len}")
     return EngineConfig(
         dtype=flags.dtype,
+        kv_cache_dtype=flags.kv_cache_dtype,
         page_size=flags.block_size,
         max_model_len=max_model_len,
         max_num_seqs=flags.max_num_seqs,
@@ -97,15 +116,16 @@ def _engine(config: ServeConfig, flags: EngineFlags, model: ModelConfig, *, num_
         num_threads=num_threads,
         prefill_quantization=config.prefill.quantization,
         decode_quantization=config.decode.quantization,
+        eager_phases=frozenset(phase for phase in PhaseName if config.flags_of(phase).enforce_eager),
         lease_s=config.lease_s,
     )
 
 
 def _check_pages(engine: EngineConfig, model: ModelConfig, phases: frozenset[PhaseName]) -> None:
     max_model_len = engine.max_model_len or model.max_model_len
-    layout = model.page_layout(page_size=engine.page_size, dtype=engine.dtype)
+    layout = model.page_layout(page_size=engine.planned_page_size, dtype=engine.page_dtype)
     num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
     if PhaseName.PREFILL in phases:
         check_step_budget(
-            engine.max_num_batched_tokens, max_model_len=max_model_len, num_cache_tokens=num_pages * engine.page_size
+            engine.max_num_batched_tokens, max_model_len=max_model_len, num_cache_tokens=num_pages * engine.planned_page_size
         )

@@ -92,11 +92,23 @@ class WorkerThread:
             import torch  # these are heavy, and must not delay whoever constructs us
 
             import twinpool.worker  # noqa: F401
+            from llm_engine.cuda.device_memory import limit_to_share
+            from llm_engine.device import CPU, compute_device
             from llm_engine.load_model import load_model
 
             torch.set_num_threads(engine.num_threads)
+            device = compute_device() if self._spec.gpu_share > 0 else CPU
+            if device != CPU:
+                limit_to_share(device, self._spec.gpu_share)
             quantizations = {phase: engine.quantization(phase) for phase in self._spec.phases}
-            return load_model(self._spec.model_path, dtype=engine.dtype, quantizations=quantizations, on_progress=self._report)
+            return load_model(
+                self._spec.model_path,
+                dtype=engine.dtype,
+                quantizations=quantizations,
+                eager_phases=engine.eager_phases,
+                device=device,
+                on_progress=self._report,
+            )
 
     async def _serve(self, loaded: LoadedModel) -> None:
         import torch

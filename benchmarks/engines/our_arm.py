@@ -34,7 +34,7 @@ class OurEngine:
         layout = loaded.config.page_layout(page_size=PAGE_SIZE, dtype=dtype)
         num_pages = layout.num_pages_for(workload.max_total_tokens) + workload.max_sequences  # each may end within a page
         self._cache = KVCache(layout, num_pages)
-        self._runner = ModelRunner(loaded, self._cache)
+        self._runner = ModelRunner(loaded, self._cache, max_recorded_rows=workload.max_sequences)
         forms = ", ".join(f"{phase.value} {model.arithmetic}" for phase, model in loaded.phases.items())
         self.setup = f"torch {torch.__version__}, {forms}, cache {dtype.value}, prefill in chunks of {CHUNK}"
 

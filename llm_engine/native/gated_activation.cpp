@@ -17,15 +17,22 @@ inline __m512 gelu_tanh(__m512 gate) {
     return _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), power));
 }
 
+struct Call {
+    int64_t num_rows;
+    const bf16* gate_up;  // [num_rows, 2 * width]
+    bf16* y;  // [num_rows, width]
+    int64_t width;
+};
+
 template <class Activation>
-void multiply(Activation activation, const bf16* gate_up, bf16* y, int64_t num_rows, int64_t width) {
-#pragma omp parallel for schedule(static) if (num_rows * width >= kMinParallelWork)
-    for (int64_t m = 0; m < num_rows; m++) {
-        const bf16* gate = gate_up + 2 * m * width;
-        for (int64_t i = 0; i < width; i += kLanes) {
-            const __mmask16 mask = first_lanes(width - i);
+void multiply(Activation activation, const Call& c) {
+#pragma omp parallel for schedule(static) if (c.num_rows * c.width >= kMinParallelWork)
+    for (int64_t m = 0; m < c.num_rows; m++) {
+        const bf16* gate = c.gate_up + 2 * m * c.width;
+        for (int64_t i = 0; i < c.width; i += kLanes) {
+            const __mmask16 mask = first_lanes(c.width - i);
             const __m512 activated = activation(load_floats(mask, gate + i));
-            store_floats(mask, y + m * width + i, _mm512_mul_ps(activated, load_floats(mask, gate + width + i)));
+            store_floats(mask, c.y + m * c.width + i, _mm512_mul_ps(activated, load_floats(mask, gate + c.width + i)));
         }
     }
 }
@@ -33,11 +40,10 @@ void multiply(Activation activation, const bf16* gate_up, bf16* y, int64_t num_r
 }  // namespace
 }  // namespace twinpool
 
-// gate_up [num_rows, 2 * width], y [num_rows, width].
-extern "C" void twinpool_silu_multiply(const uint16_t* gate_up, uint16_t* y, int64_t num_rows, int64_t width) {
-    twinpool::multiply([](__m512 gate) { return twinpool::silu(gate); }, gate_up, y, num_rows, width);
+extern "C" void twinpool_silu_multiply(const twinpool::Call* call) {
+    twinpool::multiply([](__m512 gate) { return twinpool::silu(gate); }, *call);
 }
 
-extern "C" void twinpool_gelu_tanh_multiply(const uint16_t* gate_up, uint16_t* y, int64_t num_rows, int64_t width) {
-    twinpool::multiply([](__m512 gate) { return twinpool::gelu_tanh(gate); }, gate_up, y, num_rows, width);
+extern "C" void twinpool_gelu_tanh_multiply(const twinpool::Call* call) {
+    twinpool::multiply([](__m512 gate) { return twinpool::gelu_tanh(gate); }, *call);
 }

@@ -1,22 +1,21 @@
 // Products with a packed weight matrix: y[m][n] = sum over k of weight[n][k] * x[m][k] + bias[n]. The order of the bytes is
 // described in packed_weight.py.
 //
-// A row's result depends on nothing but that row: its sums run in one order however many rows there are. x and y are bfloat16,
-// sums float32.
+// A row's result depends on nothing but that row: its sums run in one order however many rows there are. x is bfloat16, sums
+// are float32, and y is either.
 #include <omp.h>
 
 #include <algorithm>
 #include <memory>
 
-#include "simd.h"
+#include "packed_layout.h"
 
 namespace twinpool {
 namespace {
 
-constexpr int kGroup = 32;  // weights along k that share a scale and a zero
-constexpr int kPairs = kGroup / 2;
 constexpr int kTileBlocks = 2;  // channels are padded to whole tiles of so many blocks of 16
 constexpr int kRows = 6;  // rows computed together for a tile, at most: what the registers hold
+constexpr int64_t kBandRows = 16 * kRows;  // rows of a tile that go to one thread: enough for the tile's weights to pay
 constexpr int kFewRows = 2;  // up to so many are computed for two tiles together: sums that do not wait for one another
 
 // A 16-bit lane of register r holds four weights, those of pairs 4r to 4r + 3 from its low bits up.
@@ -68,7 +67,8 @@ struct Problem {
     const float* scales;  // [num_blocks, num_groups, 2 (scale, zero), kLanes]
     const float* bias;  // [num_channels], or null
     const float* sums;  // [num_rows, num_groups]: of x
-    bf16* y;  // [num_rows, num_channels]
+    void* y;  // [num_rows, num_channels], float or bf16
+    bool is_y_float;
     int64_t num_rows, num_groups, num_channels;
 };
 
@@ -117,8 +117,14 @@ void compute(const Form& form, const Problem& p, int64_t first_row, int64_t firs
         if (channel >= p.num_channels) return;
         const __mmask16 exists = first_lanes(p.num_channels - channel);
         const __m512 bias = p.bias ? _mm512_maskz_loadu_ps(exists, p.bias + channel) : _mm512_setzero_ps();
-        for (int m = 0; m < num_rows; m++)
-            store_floats(exists, p.y + (first_row + m) * p.num_channels + channel, _mm512_add_ps(total[m][b], bias));
+        for (int m = 0; m < num_rows; m++) {
+            const int64_t place = (first_row + m) * p.num_channels + channel;
+            const __m512 sum = _mm512_add_ps(total[m][b], bias);
+            if (p.is_y_float)
+                _mm512_mask_storeu_ps((float*)p.y + place, exists, sum);
+            else
+                store_floats(exists, (bf16*)p.y + place, sum);
+        }
     }
 }
 
@@ -139,17 +145,27 @@ void compute(const Form& form, const Problem& p, int64_t row, int64_t num_rows, 
     }
 }
 
-// All rows for some tiles of channels. Rows are taken in portions that are as equal as can be: a small one costs as much for
+// Some rows for some tiles of channels. Rows are taken in portions that are as equal as can be: a small one costs as much for
 // its weights as a large one.
 template <class Form>
-void compute_tiles(const Form& form, const Problem& p, int64_t first_tile, int64_t end_tile) {
-    const int64_t step = p.num_rows <= kFewRows ? 2 : 1;
-    for (int64_t tile = first_tile; tile < end_tile; tile += step)
-        for (int64_t row = 0, num_portions = (p.num_rows + kRows - 1) / kRows; row < p.num_rows; num_portions--) {
-            const int64_t num_rows = (p.num_rows - row + num_portions - 1) / num_portions;
-            compute(form, p, row, num_rows, tile, std::min(step, end_tile - tile));
-            row += num_rows;
-        }
+void compute_band(const Form& form, const Problem& p, int64_t row, int64_t end_row, int64_t tile, int64_t num_tiles) {
+    for (int64_t num_portions = (end_row - row + kRows - 1) / kRows; row < end_row; num_portions--) {
+        const int64_t num_rows = (end_row - row + num_portions - 1) / num_portions;
+        compute(form, p, row, num_rows, tile, num_tiles);
+        row += num_rows;
+    }
+}
+
+// What one of the threads does: of all bands of rows for the first tile, then for the next and so on, an equal share.
+template <class Form>
+void compute_share(const Form& form, const Problem& p, int64_t thread, int64_t num_threads) {
+    const int64_t num_tiles = (p.num_channels + kTileBlocks * kLanes - 1) / (kTileBlocks * kLanes);
+    const int64_t num_bands = (p.num_rows + kBandRows - 1) / kBandRows, num_shared = num_tiles * num_bands;
+    const int64_t step = p.num_rows <= kFewRows ? 2 : 1, end = num_shared * (thread + 1) / num_threads;
+    for (int64_t i = num_shared * thread / num_threads; i < end; i += step) {
+        const int64_t row = i % num_bands * kBandRows;
+        compute_band(form, p, row, std::min(row + kBandRows, p.num_rows), i / num_bands, std::min(step, end - i));
+    }
 }
 
 void sum_groups(const bf16* x, int64_t num_groups, float* sums) {
@@ -159,42 +175,44 @@ void sum_groups(const bf16* x, int64_t num_groups, float* sums) {
     }
 }
 
+struct Call {
+    int64_t num_rows;
+    const bf16* x;  // [num_rows, depth]
+    const uint8_t* weights;  // this and what follows as in Problem
+    const float* scales;
+    const float* bias;
+    void* y;
+    int64_t is_y_float, depth, num_channels;
+};
+
 template <class Form>
-void multiply(const bf16* x, const uint8_t* weights, const float* scales, const float* bias, bf16* y, int64_t num_rows,
-              int64_t depth, int64_t num_channels) {
-    const int64_t num_groups = (depth + kGroup - 1) / kGroup;
+void multiply(const Call& c) {
+    const int64_t num_groups = (c.depth + kGroup - 1) / kGroup;
+    const bf16* x = c.x;
     std::unique_ptr<bf16[]> padded;
-    if (depth % kGroup) {
-        padded.reset(new bf16[num_rows * num_groups * kGroup]());
-        for (int64_t m = 0; m < num_rows; m++)
-            std::memcpy(&padded[m * num_groups * kGroup], x + m * depth, depth * sizeof(bf16));
+    if (c.depth % kGroup) {
+        padded.reset(new bf16[c.num_rows * num_groups * kGroup]());
+        for (int64_t m = 0; m < c.num_rows; m++)
+            std::memcpy(&padded[m * num_groups * kGroup], x + m * c.depth, c.depth * sizeof(bf16));
         x = padded.get();
     }
     std::unique_ptr<float[]> sums;
     if (Form::kHasScales) {
-        sums.reset(new float[num_rows * num_groups]);
-        for (int64_t m = 0; m < num_rows; m++) sum_groups(x + m * num_groups * kGroup, num_groups, &sums[m * num_groups]);
+        sums.reset(new float[c.num_rows * num_groups]);
+        for (int64_t m = 0; m < c.num_rows; m++) sum_groups(x + m * num_groups * kGroup, num_groups, &sums[m * num_groups]);
     }
     const Form form;
-    const Problem problem{x, weights, scales, bias, sums.get(), y, num_rows, num_groups, num_channels};
-    const int64_t num_tiles = (num_channels + kTileBlocks * kLanes - 1) / (kTileBlocks * kLanes);
+    const Problem problem{x,   c.weights,         c.scales,   c.bias,     sums.get(),
+                          c.y, c.is_y_float != 0, c.num_rows, num_groups, c.num_channels};
 #pragma omp parallel
-    {
-        const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        compute_tiles(form, problem, num_tiles * thread / num_threads, num_tiles * (thread + 1) / num_threads);
-    }
+    compute_share(form, problem, omp_get_thread_num(), omp_get_num_threads());
 }
 
 }  // namespace
 }  // namespace twinpool
 
-// x [num_rows, depth], y [num_rows, num_channels]; the others as in Problem.
-#define TWINPOOL_LINEAR(name, Form)                                                                                      \
-    extern "C" void name(const uint16_t* x, const uint8_t* weights, const float* scales, const float* bias, uint16_t* y, \
-                         int64_t num_rows, int64_t depth, int64_t num_channels) {                                        \
-        twinpool::multiply<twinpool::Form>(x, weights, scales, bias, y, num_rows, depth, num_channels);                  \
-    }
+extern "C" void twinpool_linear_int4(const twinpool::Call* call) { twinpool::multiply<twinpool::Int4>(*call); }
 
-TWINPOOL_LINEAR(twinpool_linear_int4, Int4)
-TWINPOOL_LINEAR(twinpool_linear_int8, Int8)
-TWINPOOL_LINEAR(twinpool_linear_bfloat16, Bfloat16)
+extern "C" void twinpool_linear_int8(const twinpool::Call* call) { twinpool::multiply<twinpool::Int8>(*call); }
+
+extern "C" void twinpool_linear_bfloat16(const twinpool::Call* call) { twinpool::multiply<twinpool::Bfloat16>(*call); }

@@ -1,5 +1,7 @@
 // Rotary embedding of queries and keys, which go on to where they are needed: keys, with their values, into the paged cache.
-#include "simd.h"
+#include <vector>
+
+#include "cached_numbers.h"
 
 namespace twinpool {
 namespace {
@@ -20,28 +22,62 @@ void rotate(const bf16* source, const float* cos, const float* sin, bf16* destin
     }
 }
 
+template <class Number>
+struct Call {
+    int64_t num_tokens;
+    const bf16* query;  // [num_tokens, num_heads, head_dim]: a token's heads lie side by side, tokens the stride apart
+    int64_t query_stride;
+    const bf16* key;  // [num_tokens, num_kv_heads, head_dim], likewise
+    int64_t key_stride;
+    const bf16* value;
+    int64_t value_stride;
+    const float* cos;  // [num_tokens, head_dim / 2], or null
+    const float* sin;
+    bf16* rotated;  // the queries, without gaps
+    Number* pages;  // a token's keys go to pages + slots[token], its values value_offset further
+    const int64_t* slots;
+    int64_t value_offset;
+    float* scales;  // [num_kv_heads] of each go to scales + scale_slots[token], in the same way; null for numbers without
+    const int64_t* scale_slots;
+    int64_t scale_value_offset;
+    int64_t num_heads, num_kv_heads, head_dim;
+};
+
+template <class Number>
+void rotate_and_store(const Call<Number>& c) {
+    const int64_t half = c.head_dim / 2;
+#pragma omp parallel if (c.num_tokens * c.num_heads * c.head_dim >= kMinParallelWork)
+    {
+        std::vector<bf16> head(c.head_dim);
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < c.num_tokens; m++) {
+            const float* cos = c.cos ? c.cos + m * half : nullptr;
+            const float* sin = c.sin ? c.sin + m * half : nullptr;
+            Number* keys = c.pages + c.slots[m];
+            float* scales = has_scales<Number> ? c.scales + c.scale_slots[m] : nullptr;
+            for (int64_t h = 0; h < c.num_heads; h++)
+                rotate(c.query + m * c.query_stride + h * c.head_dim, cos, sin, c.rotated + (m * c.num_heads + h) * c.head_dim,
+                       c.head_dim);
+            for (int64_t h = 0; h < c.num_kv_heads; h++) {
+                const int64_t place = h * c.head_dim;
+                rotate(c.key + m * c.key_stride + place, cos, sin, head.data(), c.head_dim);
+                store_head(head.data(), keys + place, scales + h, c.head_dim);
+                store_head(c.value + m * c.value_stride + place, keys + c.value_offset + place,
+                           scales + c.scale_value_offset + h, c.head_dim);
+            }
+        }
+    }
+}
+
 }  // namespace
 }  // namespace twinpool
 
-using namespace twinpool;
-
-// query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim]: a token's heads lie side by
-// side, tokens lie the given strides apart. cos and sin [num_tokens, head_dim / 2], or null. rotated, the queries, has no gaps.
-// A token's keys go to pages + slots[token], its values lie value_offset further.
-extern "C" void twinpool_rotate_and_store(const uint16_t* query, int64_t query_stride, const uint16_t* key,
-                                          int64_t key_stride, const uint16_t* value, int64_t value_stride, const float* cos,
-                                          const float* sin, uint16_t* rotated, uint16_t* pages, const int64_t* slots,
-                                          int64_t value_offset, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                                          int64_t head_dim) {
-#pragma omp parallel for schedule(static) if (num_tokens * num_heads * head_dim >= kMinParallelWork)
-    for (int64_t m = 0; m < num_tokens; m++) {
-        const float* c = cos ? cos + m * (head_dim / 2) : nullptr;
-        const float* s = sin ? sin + m * (head_dim / 2) : nullptr;
-        bf16* slot = pages + slots[m];
-        for (int64_t h = 0; h < num_heads; h++)
-            rotate(query + m * query_stride + h * head_dim, c, s, rotated + (m * num_heads + h) * head_dim, head_dim);
-        for (int64_t h = 0; h < num_kv_heads; h++)
-            rotate(key + m * key_stride + h * head_dim, c, s, slot + h * head_dim, head_dim);
-        std::memcpy(slot + value_offset, value + m * value_stride, num_kv_heads * head_dim * sizeof(bf16));
-    }
+extern "C" void twinpool_rotate_and_store_bfloat16(const twinpool::Call<twinpool::bf16>* call) {
+    twinpool::rotate_and_store(*call);
 }
+
+extern "C" void twinpool_rotate_and_store_float16(const twinpool::Call<twinpool::float16>* call) {
+    twinpool::rotate_and_store(*call);
+}
+
+extern "C" void twinpool_rotate_and_store_int8(const twinpool::Call<int8_t>* call) { twinpool::rotate_and_store(*call); }

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from kv_transfer.fallback_transport import FallbackTransport
 from kv_transfer.grpc_page_service import GrpcPageService
 from kv_transfer.grpc_page_transport import GrpcPageTransport
@@ -123,7 +125,8 @@ class RecordingSink:
             raise Refused(RefusalCode.STALE_ATTEMPT, f"Attempt {attempt} is not {self._attempts[reservation_id]}.")
         for segment in self._ledgers[reservation_id].add(segments):
             page = self.pages[reservation_id][segment.page_ordinal]
-            segment.copy_into(memoryview(page))
+            place = segment.place_in(np.frombuffer(page, dtype=np.uint8))
+            place[...] = np.frombuffer(segment.payload, dtype=np.uint8).reshape(place.shape)
             self.num_copies += 1
 
     def assert_pages_equal_source(self, ticket: TransferTicket) -> None:

@@ -19,16 +19,20 @@ from serving_core.transfer_ticket import HandoffCommit, TransferTicket
 from tests.contract.page_path import PagePath, make_ticket, until
 
 LAYOUT = KVPageLayout(num_layers=2, num_kv_heads=3, head_dim=4, page_size=16, dtype=KVDType.FLOAT32)
+WITH_SCALES = replace(LAYOUT, head_dim=16, dtype=KVDType.INT8)  # numbers of a head have as many bytes as those of LAYOUT
 
 
-def pages_of(num_tokens: int, page_size: int, heads: range, first_page: int = 0) -> list[bytes]:
-    """Pages of a prompt in which no number comes twice, from ``first_page`` on, with zeros behind its end."""
-    shape = (LAYOUT.num_layers, 2, num_tokens, LAYOUT.num_kv_heads, LAYOUT.head_dim)
+def pages_of(layout: KVPageLayout, num_tokens: int, heads: range, first_page: int = 0) -> list[bytes]:
+    """Pages of a prompt in which no four bytes come twice, from ``first_page`` on, with zeros behind its end."""
+    num_pages = layout.num_pages_for(num_tokens)
+    shape = (layout.num_layers, 2, num_tokens, LAYOUT.num_kv_heads, 4 + int(layout.dtype.has_scales))
     prompt: NDArray[np.uint32] = np.arange(1, np.prod(shape) + 1, dtype=np.uint32).reshape(shape)
-    num_pages = -(-num_tokens // page_size)
-    padded = np.pad(prompt, ((0, 0), (0, 0), (0, num_pages * page_size - num_tokens), (0, 0), (0, 0)))
-    by_page = padded[:, :, :, heads.start : heads.stop].reshape(LAYOUT.num_layers, 2, num_pages, page_size, len(heads), -1)
-    return [by_page[:, :, ordinal].tobytes() for ordinal in range(first_page, num_pages)]
+    padded = np.pad(prompt, ((0, 0), (0, 0), (0, num_pages * layout.page_size - num_tokens), (0, 0), (0, 0)))
+    by_page = padded[:, :, :, heads.start : heads.stop].reshape(
+        layout.num_layers, 2, num_pages, layout.page_size, len(heads), -1
+    )
+    pages = [by_page[:, :, ordinal] for ordinal in range(first_page, num_pages)]
+    return [page[..., :4].tobytes() + page[..., 4:].tobytes() for page in pages]
 
 
 class ListSource:
@@ -70,7 +74,7 @@ async def test_pages_of_any_size_arrive(
     )
     path.sink.reserve(ticket)
     heads = range(LAYOUT.num_kv_heads)
-    pages = pages_of(num_tokens, source_size, heads)
+    pages = pages_of(source, num_tokens, heads)
     committer = Acknowledging()
     handoff = OutgoingHandoff(
         ticket=ticket,
@@ -92,20 +96,22 @@ async def test_pages_of_any_size_arrive(
     await run
     assert path.sink.is_complete(ticket)
     assert [commit.num_bytes_sent for commit in committer.commits] == [path.sink.num_bytes_received(ticket)]
-    expected = pages_of(num_tokens, size, heads, ticket.first_page)
+    expected = pages_of(destination, num_tokens, heads, ticket.first_page)
     assert [bytes(page) for page in path.sink.pages[ticket.reservation_id].values()] == expected
 
 
-async def test_two_ranks_fill_the_pages_of_one_receiver(path: PagePath) -> None:
-    destination = replace(LAYOUT, page_size=32)
+@pytest.mark.parametrize("layout", [LAYOUT, WITH_SCALES], ids=lambda layout: layout.dtype.value)
+async def test_two_ranks_fill_the_pages_of_one_receiver(path: PagePath, layout: KVPageLayout) -> None:
+    destination = replace(layout, page_size=32)
     ticket = make_ticket(address=path.address, num_prompt_tokens=65, layout=destination)
     path.sink.reserve(ticket)
     for heads in (range(2), range(2, 3)):
         assert not path.sink.is_complete(ticket)
-        pages = pages_of(65, LAYOUT.page_size, heads)
+        source = layout.with_num_kv_heads(len(heads))
+        pages = pages_of(source, 65, heads)
         handoff = OutgoingHandoff(
             ticket=ticket,
-            plan=TransferPlan.between_heads(LAYOUT.with_num_kv_heads(len(heads)), heads, destination, range(3)),
+            plan=TransferPlan.between_heads(source, heads, destination, range(3)),
             source=ListSource(pages),
             transport=path.transport,
             committer=Acknowledging(),
@@ -116,4 +122,4 @@ async def test_two_ranks_fill_the_pages_of_one_receiver(path: PagePath) -> None:
         handoff.finish(42, None)
         await handoff.run()
     assert path.sink.is_complete(ticket)
-    assert [bytes(page) for page in path.sink.pages[ticket.reservation_id].values()] == pages_of(65, 32, range(3))
+    assert [bytes(page) for page in path.sink.pages[ticket.reservation_id].values()] == pages_of(destination, 65, range(3))

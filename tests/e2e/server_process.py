@@ -59,6 +59,10 @@ class ServerProcess:
         """/admin/workers by id."""
         return {worker["id"]: worker for worker in httpx.get(f"{self.url}/admin/workers").json()["workers"]}
 
+    def are_all_ready(self) -> bool:
+        """Whether every worker serves, where /ready asks for one of each phase."""
+        return all(worker["state"] == "ready" for worker in self.workers().values())
+
     def is_replaced(self, worker_id: str, old_incarnation: str) -> bool:
         """Whether a new process of that worker serves."""
         worker = self.workers()[worker_id]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.conftest import SERVER_FLAGS
 from tests.e2e.disconnects import visit_and_leave
+from tests.e2e.server_memory import MAX_GROWTH_BYTES, ServerMemory, in_mib
 from tests.e2e.server_process import ServerProcess, serving, until
 from tests.e2e.streams import completion_body, http_client
 
 pytestmark = pytest.mark.e2e
-
-MAX_GROWTH_BYTES = 16 << 20
 
 
 async def test_100_disconnects_at_random_moments(server: ServerProcess) -> None:
@@ -36,14 +34,13 @@ async def test_500_disconnects_leave_no_memory(tmp_path: Path) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     with serving(tmp_path / "log", *SERVER_FLAGS) as server:
-        pids = {"router": server.process.pid} | {name: worker["pid"] for name, worker in server.workers().items()}
-        processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+        memory = ServerMemory(server)
         async with http_client(server.url) as client:
             await visit_and_leave(client, 200, rng)
             await until(server.is_at_rest, 5, "all pages to be free or cached after 200")
-            before = {name: process.memory_info().rss for name, process in processes.items()}
+            before = memory.resident_bytes()
             await visit_and_leave(client, 300, rng)
             took_s = await until(server.is_at_rest, 5, "all pages to be free or cached after 500")
-            growth = {name: process.memory_info().rss - before[name] for name, process in processes.items()}
-        print(f"at rest after {took_s:.2f} s; growth in MiB", {name: round(num / 2**20, 1) for name, num in growth.items()})
+            growth = {name: num_bytes - before[name] for name, num_bytes in memory.resident_bytes().items()}
+        print(f"at rest after {took_s:.2f} s; growth in MiB", in_mib(growth))
         assert max(growth.values()) <= MAX_GROWTH_BYTES, growth

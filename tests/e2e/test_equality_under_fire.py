@@ -118,10 +118,6 @@ async def ask_all(server: ServerProcess, questions: Sequence[Question], fire: Fi
     return streams
 
 
-def are_all_ready(server: ServerProcess) -> bool:
-    return all(worker["state"] == "ready" for worker in server.workers().values())
-
-
 def num_placed(server: ServerProcess, reason: str) -> float:
     """How often a sequence was placed again. Counted by the router, while a worker's own counters die with it."""
     return server.metric("twinpool:pd_decision_total", reason=reason)
@@ -150,7 +146,7 @@ async def test_undisturbed_equals_under_fire(dtype: str, small_pool: str, num_pr
         for place in range(KILL_EVERY - 1, len(questions), KILL_EVERY)
     }
     with serving(tmp_path / "log-under-fire", *flags, "--kv-cache-memory-bytes", small_pool) as server:
-        await until(partial(are_all_ready, server), START_TIMEOUT_S, "every worker to be ready")
+        await until(server.are_all_ready, START_TIMEOUT_S, "every worker to be ready")
         under_fire = await ask_all(server, questions, Fire(server, plan))
         num_evictions, num_retries = num_placed(server, "eviction"), num_placed(server, "retry")
         await until(server.is_at_rest, 3 * LEASE_S, "all pages to be free again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,46 @@ def test_a_gguf_file_equals_transformers(family: TinyFamily, tmp_path: Path) -> 
 def test_the_native_kernels_are_as_near_to_the_reference_as_torch_in_bfloat16(family: TinyFamily, tmp_path: Path) -> None:
     skip_without_kernels()
     model = make_tiny_model(family)
-    engine = TinyEngine(write_tiny_family_folder(tmp_path / "tiny", model), KVDType.BFLOAT16)
-    errors: dict[PhaseName, list[float]] = {phase: [] for phase in PhaseName}
+    path = write_tiny_family_folder(tmp_path / "tiny", model)
+    native, eager = TinyEngine(path, KVDType.BFLOAT16), TinyEngine(path, KVDType.BFLOAT16, eager_phases=tuple(PhaseName))
+    assert eager.loaded.phases[PhaseName.DECODE].library is None
+    plain_error = error_beside_reference(eager, model, PhaseName.PREFILL)
+    assert plain_error < 0.2
+    assert error_beside_reference(eager, model, PhaseName.DECODE) == plain_error
+    for phase in PhaseName:
+        assert native.loaded.phases[phase].library is not None
+        assert error_beside_reference(native, model, phase) < 1.2 * plain_error + 0.01
+
+
+@every_family
+@pytest.mark.parametrize("cache_dtype", [KVDType.BFLOAT16, KVDType.INT8])
+def test_replayed_steps_change_no_bit(family: TinyFamily, cache_dtype: KVDType, tmp_path: Path) -> None:
+    skip_without_kernels()
+    path = write_tiny_family_folder(tmp_path / "tiny", make_tiny_model(family))
+    engines = [TinyEngine(path, KVDType.BFLOAT16, cache_dtype=cache_dtype, max_recorded_rows=max_rows) for max_rows in (0, 4)]
+    fed = [[engine.prefill(prompt, chunk=48, max_tokens=140) for prompt in PROMPTS] for engine in engines]
+    rng = random.Random(0)
+    for _ in range(24):
+        order = rng.sample(range(len(PROMPTS)), rng.randint(1, len(PROMPTS)))
+        tokens = [rng.choices(range(3, 263), k=rng.choice((1, 1, 1, 2))) for _ in order]  # up to 8: more than are recorded
+        for engine, sequences in zip(engines, fed, strict=True):
+            rows = [(sequences[index], own) for index, own in zip(order, tokens, strict=True)]
+            engine.step(*rows, phase=PhaseName.DECODE)
+    for eager, replayed in zip(*fed, strict=True):
+        assert eager.results == replayed.results
+        assert torch.equal(engines[0].stored(eager), engines[1].stored(replayed))
+
+
+def error_beside_reference(engine: TinyEngine, model: Any, phase: PhaseName) -> float:
+    """Root mean square, over the likeliest tokens' logprobs."""
+    errors: list[float] = []
     for prompt in PROMPTS:
         with torch.inference_mode():
             expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-        for phase, own in errors.items():
-            token = engine.prefill(prompt, chunk=48, max_tokens=len(prompt), phase=phase).results[-1]
-            assert token.logprobs is not None
-            own += [logprob - float(expected[token_id]) for token_id, logprob in token.logprobs.top]
-    plain, native = (float(torch.tensor(errors[phase]).square().mean().sqrt()) for phase in PhaseName)
-    assert native < 1.2 * plain + 0.01
+        token = engine.prefill(prompt, chunk=48, max_tokens=len(prompt), phase=phase).results[-1]
+        assert token.logprobs is not None
+        errors += [logprob - float(expected[token_id]) for token_id, logprob in token.logprobs.top]
+    return float(torch.tensor(errors).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.BFLOAT16])

@@ -61,7 +61,7 @@ def reference(path: Path) -> Any:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("num_questions", "num_tokens"),
-    [pytest.param(3, 24, id="3x24"), pytest.param(49, 64, id="49x64", marks=pytest.mark.slow)],
+    [pytest.param(1, 8, id="1x8"), pytest.param(49, 64, id="49x64", marks=pytest.mark.slow)],
 )
 def test_tokens_equal_those_of_transformers(num_questions: int, num_tokens: int, path: Path) -> None:
     with one_thread(), torch.inference_mode():

@@ -70,10 +70,11 @@ async def answers_of(
     page_sizes: dict[str, int],
     *,
     dtype: KVDType = KVDType.FLOAT32,
+    cache_dtype: KVDType | None = None,
 ) -> list[Answer]:
     phases = {"prefill-0": PREFILL, "decode-0": DECODE, "colocated-0": COLOCATED}
     workers = [(name, phases[name]) for name in page_sizes]
-    engine = replace(ENGINE, dtype=dtype)
+    engine = replace(ENGINE, dtype=dtype, kv_cache_dtype=cache_dtype)
     async with in_process_server(path, loaded, workers, engine=engine, page_sizes=page_sizes) as server:
         answers = await server.generate_all(requests)
         await server.assert_no_leaks()
@@ -102,3 +103,14 @@ async def test_split_equals_unsplit(
     split = await answers_of(path, loaded, requests, {"prefill-0": page_sizes[0], "decode-0": page_sizes[1]})
     assert [answer.token_ids for answer in split] == [answer.token_ids for answer in unsplit]
     assert split == unsplit
+
+
+@pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.BFLOAT16], ids=lambda dtype: dtype.value)
+async def test_scales_go_with_their_numbers(path: Path, requests: list[GenerateRequest], dtype: KVDType) -> None:
+    loaded = load_model(path, dtype=dtype)
+    one, *pairs = [
+        await answers_of(path, loaded, requests, page_sizes, dtype=dtype, cache_dtype=KVDType.INT8)
+        for page_sizes in ({"colocated-0": 16}, {"prefill-0": 8, "decode-0": 32}, {"prefill-0": 32, "decode-0": 16})
+    ]
+    for pair in pairs:
+        assert pair == one

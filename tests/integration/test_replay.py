@@ -31,6 +31,7 @@ from serving_core.worker_status import PhaseName
 from tests.pages import assert_no_leaks
 from tests.phases import ROUTER, RecordingSink
 from tests.tiny_model import write_tiny_gguf
+from tests.unit.llm_engine.tiny_engine import numbers_of
 
 PAGE_SIZE = 16
 MAX_TOKENS = 60
@@ -43,8 +44,8 @@ SEEDED = SamplingParams(
 class Worker:
     """Both phases over one real engine. ``kv`` keeps what each sequence had cached after its last decode step."""
 
-    def __init__(self, loaded: LoadedModel, dtype: KVDType, *, num_pages: int = 64, max_replay_tokens: int = 16) -> None:
-        layout = loaded.config.page_layout(page_size=PAGE_SIZE, dtype=dtype)
+    def __init__(self, loaded: LoadedModel, cache_dtype: KVDType, *, num_pages: int = 64, max_replay_tokens: int = 16) -> None:
+        layout = loaded.config.page_layout(page_size=PAGE_SIZE, dtype=cache_dtype)
         clock = ManualClock()
         self.pool = PagePool(num_pages, PAGE_SIZE, clock)
         self.cache = KVCache(layout, num_pages)
@@ -111,15 +112,24 @@ class Worker:
             return
         assert not result.failures
         for row in plan.rows:
-            pages = self.cache.tensor[list(row.page_ids)]  # [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]
+            pages = numbers_of(self.cache, row.page_ids)  # [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]
             by_token = pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)  # [num_slots, num_layers, 2, num_kv_heads, head_dim]
             self.kv[row.key] = by_token[: row.start_position + len(row.token_ids)].clone()
 
 
-@pytest.fixture(scope="module", params=[KVDType.FLOAT32, KVDType.BFLOAT16], ids=lambda dtype: dtype.value)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((KVDType.FLOAT32, KVDType.FLOAT32), id="float32"),
+        pytest.param((KVDType.BFLOAT16, KVDType.BFLOAT16), id="bfloat16"),
+        pytest.param((KVDType.BFLOAT16, KVDType.INT8), id="bfloat16 over int8"),
+    ],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, KVDType]:
+    """With the type of its cache."""
+    dtype, cache_dtype = request.param
     path: Path = write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf", seed=3)
-    return load_model(path, dtype=request.param), request.param
+    return load_model(path, dtype=dtype), cache_dtype
 
 
 def make_request(name: str, num_prompt_tokens: int, sampling: SamplingParams) -> GenerateRequest:
@@ -127,10 +137,11 @@ def make_request(name: str, num_prompt_tokens: int, sampling: SamplingParams) ->
     return GenerateRequest(key=SequenceKey(RequestId(name)), prompt_token_ids=prompt, sampling=sampling)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("num_prompt_tokens", [1, 16, 45])
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "sampling"), [(1, GREEDY), (16, SEEDED), (45, SEEDED)], ids=["1-greedy", "16-seeded", "45-seeded"]
+)
 def test_a_replayed_log_gives_equal_bits_and_the_same_answer(
-    model: tuple[LoadedModel, KVDType], sampling: SamplingParams, num_prompt_tokens: int
+    model: tuple[LoadedModel, KVDType], num_prompt_tokens: int, sampling: SamplingParams
 ) -> None:
     request = make_request("a", num_prompt_tokens, sampling)
     # 1. Undisturbed and alone.

@@ -31,9 +31,10 @@ def loaded(request: pytest.FixtureRequest) -> tuple[KVDType, LoadedModel]:
     return request.param, load_model(PATH, dtype=request.param)
 
 
-def engine_config(dtype: KVDType) -> EngineConfig:
+def engine_config(dtype: KVDType, cache_dtype: KVDType | None = None) -> EngineConfig:
     return EngineConfig(
         dtype=dtype,
+        kv_cache_dtype=cache_dtype,
         page_size=16,
         max_model_len=2048,
         max_num_seqs=64,
@@ -72,6 +73,10 @@ async def assert_split_equals_unsplit(loaded: tuple[KVDType, LoadedModel], reque
         split = await pair.generate_all(requests)
     async with server_of(loaded, ONE) as one:
         unsplit = await one.generate_all(requests)
+    assert_equal_answers(requests, split, unsplit)
+
+
+def assert_equal_answers(requests: list[GenerateRequest], split: list[Answer], unsplit: list[Answer]) -> None:
     for request, ours, theirs in zip(requests, split, unsplit, strict=True):
         _assert_equal(request, ours, theirs)
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.byte_stride import ByteStride
 from kv_transfer.page_frame import HEADER_BYTES, MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, VERSION, decode_frame, encode_frame
 from kv_transfer.page_transport import Segment
+from serving_core.byte_stride import ByteStride
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import ReservationId
 

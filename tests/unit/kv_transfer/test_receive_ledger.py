@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.byte_stride import ByteStride
 from kv_transfer.page_transport import Segment
 from kv_transfer.receive_ledger import ReceiveLedger
+from serving_core.byte_stride import ByteStride
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import ReservationId
 from serving_core.kv_page_layout import KVDType, KVPageLayout

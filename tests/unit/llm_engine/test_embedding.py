@@ -27,6 +27,13 @@ def packed(form: WeightForm) -> PackedWeight:
 def test_tokens_are_looked_up_in_the_head_as_in_a_table_of_the_same_numbers(form: WeightForm) -> None:
     head = packed(form)
     token_ids = torch.tensor([0, 15, 16, 17, 266, 31, 32, 0])
-    table = EmbeddingTable(unpack(head).bfloat16())
-    assert torch.equal(PackedEmbedding(head)(token_ids), table(token_ids))
-    assert PackedEmbedding(head).dtype == table.dtype == torch.bfloat16
+    assert torch.equal(PackedEmbedding(head)(token_ids), unpack(head)[token_ids])
+    assert PackedEmbedding(head).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("is_summed_wide", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_a_table_says_what_the_layers_add_to(is_summed_wide: bool, dtype: torch.dtype) -> None:
+    vectors = torch.randn(NUM_TOKENS, HIDDEN).bfloat16()
+    found = EmbeddingTable(vectors, is_summed_wide)(torch.tensor([3, 0, 3]))
+    assert found.dtype is dtype
+    assert torch.equal(found.bfloat16(), vectors[[3, 0, 3]])

@@ -10,7 +10,7 @@ from llm_engine.layer_config import LayerConfig, Rope
 from llm_engine.model_config import Activation, ExpertsConfig
 from llm_engine.rope_scaling import LinearScaling, RopeScaling
 from serving_core.errors import ModelFileError
-from serving_core.gguf_header import MetadataValue
+from serving_core.gguf_header import ArrayLength, MetadataValue
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 from tests.tiny_model import write_tiny_gguf
 
@@ -50,11 +50,18 @@ def test_the_page_layout_follows_from_the_config(file: GgufFile) -> None:
         ("llama.rope.scaling.type", "yarn", "has 'yarn' for llama.rope.scaling.type, which must be 'none' or 'linear'"),
         ("llama.rope.dimension_count", 8, "rope.dimension_count, which must be 16"),
         ("llama.attention.value_length", 32, "value_length, which must be 16"),
-        ("llama.block_count", 0, "has 0 for llama.block_count, which must be a number of at least 1"),
-        ("llama.block_count", 2**32, "states 4294967296 layers and holds 20 tensors"),
+        ("llama.block_count", 0, "has 0 for llama.block_count, which must be a whole number from 1 to 1073741824"),
+        ("llama.block_count", 2**30, "states 1073741824 layers and holds 20 tensors"),
+        ("llama.block_count", 2**32, "has 4294967296 for llama.block_count"),
+        ("llama.context_length", 1, "has 1 for llama.context_length, which must be a whole number from 2"),
+        ("llama.context_length", 2**40, "has 1099511627776 for llama.context_length"),
+        ("llama.attention.head_count", ArrayLength(2), "has a list of 2 for llama.attention.head_count"),
+        ("llama.attention.head_count", 999, "999 query heads of 1 on 2 key-value heads"),
         ("llama.block_count", "two", "has 'two' for llama.block_count"),
         ("llama.block_count", True, "has True for llama.block_count"),
-        ("llama.rope.freq_base", float("nan"), "freq_base, which must be a number above 0"),
+        ("llama.rope.freq_base", float("nan"), "freq_base, which must be a number from 2 to 1e"),
+        ("llama.rope.freq_base", 1e-300, "has 1e-300 for llama.rope.freq_base"),
+        ("llama.final_logit_softcapping", 1e-300, "softcapping, which must be a number from 1e-18 to 1e"),
         ("llama.attention.head_count_kv", 3, "4 query heads of 16 on 3 key-value heads"),
     ],
 )
@@ -82,6 +89,11 @@ def test_linear_scaling_is_read(file: GgufFile) -> None:
     assert scaling_of(file) is None, "a factor without a type scales nothing"
     file.metadata["llama.rope.scaling.type"] = "linear"
     assert scaling_of(file) == LinearScaling(factor=4.0)
+
+
+def test_a_sliding_window_has_a_bound(file: GgufFile) -> None:
+    with pytest.raises(ModelFileError, match=r"has 18446744073709551615 for gemma3\.attention\.sliding_window"):
+        read_gguf_config(renamed(file, "gemma3", attention__sliding_window=2**64 - 1))
 
 
 def test_ends_of_turn_and_message_end_an_answer_too(file: GgufFile) -> None:

@@ -109,6 +109,22 @@ def test_one_sentence_for_a_tensor_that_cannot_be_read(content: bytes, message: 
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (0, "the tensors token_embd.weight and blk.0.ffn_up.weight lie on top of each other"),
+        (1, "tensor blk.0.ffn_up.weight begins at byte 1 of the data, no multiple of 32"),
+    ],
+)
+def test_a_tensor_has_a_place_of_its_own(offset: int, message: str, tiny: Path, tmp_path: Path) -> None:
+    content, name = bytearray(tiny.read_bytes()), b"blk.0.ffn_up.weight"
+    struct.pack_into("<Q", content, content.index(name) + len(name) + struct.calcsize("<IQQI"), offset)
+    path = tmp_path / "overlapping.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match=message):
+        GgufFile(path)
+
+
 def test_a_file_cut_anywhere_is_refused(tiny: Path, tmp_path: Path) -> None:
     whole = tiny.read_bytes()
     cut = tmp_path / "cut.gguf"

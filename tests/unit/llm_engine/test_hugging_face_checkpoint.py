@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llm_engine.hugging_face_checkpoint import HuggingFaceCheckpoint
 from llm_engine.load_model import load_model
 from llm_engine.open_checkpoint import read_model_config
 from serving_core.errors import ModelFileError
@@ -49,8 +51,8 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
 
 
 def test_more_layers_than_tensors_are_refused_at_once(tmp_path: Path) -> None:
-    change_json(write_tiny_folder(tmp_path / "tiny") / "config.json", num_hidden_layers=2**40)
-    with pytest.raises(ModelFileError, match="states 1099511627776 layers and holds 20 tensors"):
+    change_json(write_tiny_folder(tmp_path / "tiny") / "config.json", num_hidden_layers=2**30)
+    with pytest.raises(ModelFileError, match="states 1073741824 layers and holds 20 tensors"):
         read_model_config(tmp_path / "tiny")
 
 
@@ -158,7 +160,17 @@ def test_a_token_that_was_added_later_needs_no_embedding(tmp_path: Path) -> None
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     picture = {**tokenizer["added_tokens"][0], "id": 267, "content": "<picture>"}
     change_json(folder / "tokenizer.json", added_tokens=[*tokenizer["added_tokens"], picture])
-    assert read_model_config(folder).num_tokens == 267
+    change_json(folder / "config.json", eos_token_id=[2, 267])
+    with closing(HuggingFaceCheckpoint(folder)) as checkpoint:
+        assert checkpoint.config.num_tokens == 267
+        assert checkpoint.eos_token_ids == {2}, "what has no embedding can end no answer"
+
+
+def test_an_id_as_high_as_no_table_is_long_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    change_json(folder / "tokenizer.json", added_tokens=[{"id": 2**29, "content": "<far>"}])
+    with pytest.raises(ModelFileError, match="has a token with the id 536870912, which must be below 16777216"):
+        read_model_config(folder)
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tests.tiny_model_folder import TINY_CONFIG, write_json
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
 TOKENS = FolderTokens(num_tokens=267, num_plain_tokens=267, eos_token_ids=frozenset({2}))
 
 
@@ -73,11 +75,20 @@ def test_values_with_a_known_default_may_be_missing(tmp_path: Path) -> None:
         ({"num_local_experts": 8}, "has 8 for num_local_experts, which must be absent"),
         ({"final_logit_softcapping": 30.0}, "has 30.0 for final_logit_softcapping, which must be False"),
         ({"attn_logit_softcapping": 50.0}, "has 50.0 for attn_logit_softcapping, which must be absent"),
-        ({"hidden_size": None}, "lacks hidden_size, which must be a whole number of at least 1"),
+        ({"hidden_size": None}, "lacks hidden_size, which must be a whole number from 1 to"),
         ({"num_hidden_layers": "two"}, "has 'two' for num_hidden_layers"),
         ({"num_hidden_layers": True}, "has True for num_hidden_layers"),
         ({"num_key_value_heads": 3}, "4 query heads of 16 on 3 key-value heads"),
+        ({"num_attention_heads": 999}, "999 query heads of 1 on 2 key-value heads"),
+        ({"max_position_embeddings": 1}, "has 1 for max_position_embeddings, which must be a whole number from 2"),
+        ({"rms_norm_eps": 10**400}, "for rms_norm_eps, which must be a number from 1e-18"),
         ({"rope_theta": float("nan")}, "has nan for rope_theta"),
+        ({"rope_theta": 1, "rope_scaling": YARN}, "has 1 for rope_theta, which must be a number from 2"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1e-320}}, "for beta_fast, which must be a number from 1e-18"),
+        ({"rope_scaling": {**YARN, "factor": 1e308}}, "has 1e.308 for factor"),
+        ({"rope_scaling": {**YARN, "factor": 1e10}}, "for factor, which must be at most 2097152 for a window of 512"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 10**400}}, "for original_max_position_embeddings"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 10**400}}, "for original_max_position_embeddings"),
         ({"attention_bias": "yes"}, "has 'yes' for attention_bias, which must be true or false"),
         ({"vocab_size": 266}, "267 tokens but embeddings for 266"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling, has 'dynamic' for type, which must be 'default'"),
@@ -208,6 +219,7 @@ def test_gemma_has_layers_of_two_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "architecture", "changes", "message"),
     [
+        ("mistral", "MistralForCausalLM", {"sliding_window": 2**64}, "has 18446744073709551616 for sliding_window"),
         ("mistral", "MistralForCausalLM", {"attention_bias": True}, "has True for attention_bias, which must be False"),
         ("qwen2", "LlamaForCausalLM", {}, "for architectures, which must be"),
         ("qwen2", "Qwen2ForCausalLM", {"hidden_act": "gelu"}, "has 'gelu' for hidden_act, which must be 'silu'"),
@@ -219,8 +231,9 @@ def test_gemma_has_layers_of_two_kinds(tmp_path: Path) -> None:
         ),
         ("qwen3", "Qwen3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types, which must be .* each of 4 layers"),
         ("qwen3", "Qwen3ForCausalLM", {"num_experts": 8}, "has 8 for num_experts, which must be absent"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", {"mlp_only_layers": [-1]}, "which must be a layer's number or a list of them"),
         ("qwen3_moe", "Qwen3MoeForCausalLM", {"num_experts": 4}, "lacks num_experts_per_tok, which must be at most 4"),
-        ("qwen3_moe", "Qwen3MoeForCausalLM", {"num_experts": 2**40}, "states 4398046511104 experts and holds 100 tensors"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", {"num_experts": 2**28}, "states 1073741824 experts and holds 100 tensors"),
         (
             "smollm3",
             "SmolLM3ForCausalLM",

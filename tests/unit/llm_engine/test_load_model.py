@@ -12,7 +12,7 @@ from llm_engine.load_model import load_model
 from llm_engine.open_checkpoint import read_model_config
 from serving_core.engine_config import Quantization
 from serving_core.errors import ConfigError, ModelFileError
-from serving_core.kv_page_layout import KVDType
+from serving_core.kv_page_layout import WEIGHT_DTYPES, KVDType
 from serving_core.worker_status import PhaseName
 from tests.tiny_model import TINY_EOS_TOKEN_ID, write_tiny_gguf
 from tests.unit.llm_engine.tiny_config import TINY_CONFIG
@@ -51,7 +51,7 @@ def test_each_phase_has_the_form_it_asked_for_and_a_worker_no_other(tmp_path: Pa
     path = write_tiny_gguf(tmp_path / "tiny.gguf", weight_type=GGMLQuantizationType.Q4_1)
     both = load_model(path, dtype=KVDType.BFLOAT16)
     arithmetic = {phase: model.arithmetic for phase, model in both.phases.items()}
-    assert arithmetic == {PhaseName.PREFILL: "torch bfloat16", PhaseName.DECODE: "native auto"}
+    assert arithmetic == {PhaseName.PREFILL: "native bfloat16", PhaseName.DECODE: "native auto"}
     alone = load_model(path, dtype=KVDType.BFLOAT16, quantizations={PhaseName.DECODE: Quantization.AUTO})
     assert list(alone.phases) == [PhaseName.DECODE]
     assert alone.weight_bytes == both.phases[PhaseName.DECODE].weight_bytes < both.phases[PhaseName.PREFILL].weight_bytes
@@ -59,13 +59,47 @@ def test_each_phase_has_the_form_it_asked_for_and_a_worker_no_other(tmp_path: Pa
     assert alone.model_print == both.model_print
 
 
+def test_phases_whose_forms_come_to_the_same_share_one_model(tmp_path: Path) -> None:
+    skip_without_kernels()
+    loaded = load_model(write_tiny_gguf(tmp_path / "tiny.gguf"), dtype=KVDType.BFLOAT16)  # NONE, and AUTO of plain weights
+    prefill, decode = loaded.phases[PhaseName.PREFILL], loaded.phases[PhaseName.DECODE]
+    assert prefill is decode
+    assert prefill.arithmetic == "native bfloat16"
+    assert loaded.weight_bytes == prefill.weight_bytes
+
+
 def test_without_kernels_torch_computes_both_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm_engine.load_model.load_library", lambda: None)
+    monkeypatch.setattr("llm_engine.load_model.find_library", lambda: "need a processor with AVX-512 BF16")
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     loaded = load_model(path, dtype=KVDType.BFLOAT16)
     assert loaded.phases[PhaseName.PREFILL] is loaded.phases[PhaseName.DECODE]
-    with pytest.raises(ConfigError, match="--quantization is int8, which needs a processor with"):
+    assert loaded.phases[PhaseName.PREFILL].arithmetic == "torch bfloat16"
+    with pytest.raises(ConfigError, match=r"--decode-quantization is int8, which .* kernels, which need a processor"):
         load_model(path, dtype=KVDType.BFLOAT16, quantizations={PhaseName.DECODE: Quantization.INT8})
+
+
+def test_an_eager_phase_is_computed_by_torch(tmp_path: Path) -> None:
+    skip_without_kernels()
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", weight_type=GGMLQuantizationType.Q4_1)
+    mixed = load_model(path, dtype=KVDType.BFLOAT16, eager_phases={PhaseName.DECODE})
+    arithmetic = {phase: model.arithmetic for phase, model in mixed.phases.items()}
+    assert arithmetic == {PhaseName.PREFILL: "native bfloat16", PhaseName.DECODE: "torch bfloat16"}
+    plain = {PhaseName.DECODE: Quantization.NONE}
+    assert load_model(path, dtype=KVDType.BFLOAT16, quantizations=plain).phases[PhaseName.DECODE].library is not None
+    with pytest.raises(ConfigError, match="--enforce-eager"):
+        load_model(
+            path, dtype=KVDType.BFLOAT16, quantizations={PhaseName.DECODE: Quantization.INT8}, eager_phases=tuple(PhaseName)
+        )
+
+
+def test_where_all_is_eager_no_kernels_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AssertionError("nobody asked for them")
+
+    monkeypatch.setattr("llm_engine.load_model.find_library", fail)
+    loaded = load_model(write_tiny_gguf(tmp_path / "tiny.gguf"), dtype=KVDType.BFLOAT16, eager_phases=tuple(PhaseName))
+    assert loaded.phases[PhaseName.PREFILL] is loaded.phases[PhaseName.DECODE]
+    assert loaded.phases[PhaseName.PREFILL].arithmetic == "torch bfloat16"
 
 
 @pytest.mark.parametrize("quantization", [Quantization.AUTO, Quantization.INT8, Quantization.INT4])
@@ -159,7 +193,16 @@ def test_rope_factors_are_applied(tmp_path: Path) -> None:
     assert not torch.equal(halved[1], plain[1])
 
 
-def test_a_model_is_loaded_into_each_type(tmp_path: Path) -> None:
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_rope_factors_that_divide_by_nothing_are_refused(factor: float, tmp_path: Path) -> None:
+    factors = {"rope_freqs.weight": np.array([1.0] * 7 + [factor], dtype=np.float32)}
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", extra_tensors=factors)
+    with pytest.raises(ModelFileError, match=r"tensor rope_freqs\.weight divides by numbers that are not from 1e-18"):
+        read_model_config(path)
+
+
+def test_a_model_is_loaded_into_each_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_engine.load_model.find_library", lambda: "need a processor with AVX-512 BF16")
     path, plain = write_tiny_gguf(tmp_path / "tiny.gguf"), {PhaseName.PREFILL: Quantization.NONE}
-    sizes = {dtype: load_model(path, dtype=dtype, quantizations=plain).weight_bytes for dtype in KVDType}
+    sizes = {dtype: load_model(path, dtype=dtype, quantizations=plain).weight_bytes for dtype in WEIGHT_DTYPES}
     assert sizes[KVDType.FLOAT32] > sizes[KVDType.BFLOAT16] == sizes[KVDType.FLOAT16]

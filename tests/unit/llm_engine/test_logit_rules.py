@@ -10,11 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_engine.logit_rules import Logits, apply_logit_rules
+from llm_engine.packed_ids import PackedIds
 from llm_engine.sampler import sample
 from llm_engine.step_plan import Penalties, SampleSpec
 
 GREEDY = SampleSpec(temperature=0.0, top_p=1.0, top_k=0, seed=0, choice_index=0, output_index=0)
-NONE = Penalties(repetition=1.0, presence=0.0, frequency=0.0, prompt_token_ids=(0, 1, 1), output_token_ids=(2, 2, 3))
+NONE = Penalties(
+    repetition=1.0,
+    presence=0.0,
+    frequency=0.0,
+    prompt_token_ids=PackedIds.of((0, 1, 1)),
+    output_token_ids=PackedIds.of((2, 2, 3)),
+)
 
 
 def logits_of(*values: float) -> Logits:
@@ -73,9 +80,10 @@ def test_logprobs_are_those_of_the_model() -> None:
 
 def test_ids_beyond_the_row_are_passed_over_and_the_row_itself_is_left_alone() -> None:
     logits = logits_of(1.0, 2.0)
-    penalties = replace(NONE, repetition=2.0, presence=1.0, output_token_ids=(1, 99))
+    penalties = replace(NONE, repetition=2.0, presence=1.0, output_token_ids=PackedIds.of((1, 99)))
     assert changed(logits, penalties, logit_bias=((7, 100.0),)) == [0.5, 0.0]
-    assert changed(logits, replace(NONE, repetition=2.0, prompt_token_ids=(9,), output_token_ids=())) == [1.0, 2.0]
+    beyond = replace(NONE, repetition=2.0, prompt_token_ids=PackedIds.of((9,)), output_token_ids=PackedIds.of(()))
+    assert changed(logits, beyond) == [1.0, 2.0]
     assert logits.tolist() == [1.0, 2.0]
 
 
@@ -101,7 +109,11 @@ def test_penalties_follow_the_definition_token_by_token(
 ) -> None:
     logits = np.random.default_rng(seed).normal(scale=4.0, size=20).astype(np.float32)
     penalties = Penalties(
-        repetition=repetition, presence=presence, frequency=frequency, prompt_token_ids=prompt, output_token_ids=output
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+        prompt_token_ids=PackedIds.of(prompt),
+        output_token_ids=PackedIds.of(output),
     )
     expected = []
     for token_id, logit in enumerate(map(float, logits)):

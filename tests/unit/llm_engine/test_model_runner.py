@@ -25,11 +25,19 @@ class Case:
     dtype: KVDType
     phase: PhaseName = PREFILL
     quantization: Quantization = Quantization.NONE
+    cache_dtype: KVDType | None = None
 
     def engine(self, path: Path, *, num_pages: int = 256) -> TinyEngine:
         if self.quantization is not Quantization.NONE:
             skip_without_kernels()
-        return TinyEngine(path, self.dtype, num_pages=num_pages, prefill=self.quantization, decode=self.quantization)
+        return TinyEngine(
+            path,
+            self.dtype,
+            num_pages=num_pages,
+            cache_dtype=self.cache_dtype,
+            prefill=self.quantization,
+            decode=self.quantization,
+        )
 
 
 every_case = pytest.mark.parametrize(
@@ -41,6 +49,19 @@ every_case = pytest.mark.parametrize(
         pytest.param(Case(dtype=KVDType.BFLOAT16, phase=DECODE, quantization=Quantization.AUTO), id="decode auto"),
         pytest.param(Case(dtype=KVDType.BFLOAT16, phase=DECODE, quantization=Quantization.INT8), id="decode int8"),
         pytest.param(Case(dtype=KVDType.BFLOAT16, phase=DECODE, quantization=Quantization.INT4), id="decode int4"),
+        *(
+            pytest.param(
+                Case(dtype=dtype, phase=phase, quantization=quantization, cache_dtype=cache_dtype),
+                id=f"{phase.value} {dtype.value} {quantization.value} over {cache_dtype.value}",
+            )
+            for dtype, quantization, cache_dtype in (
+                (KVDType.FLOAT32, Quantization.NONE, KVDType.INT8),
+                (KVDType.FLOAT32, Quantization.NONE, KVDType.BFLOAT16),
+                (KVDType.BFLOAT16, Quantization.AUTO, KVDType.INT8),
+                (KVDType.BFLOAT16, Quantization.AUTO, KVDType.FLOAT16),
+            )
+            for phase in PhaseName
+        ),
     ],
 )
 
@@ -104,6 +125,25 @@ def test_decoding_equals_prefilling_the_same_tokens(path: Path, case: Case) -> N
     assert_equal_sequences(engine, engine.prefill(tokens, chunk=99, max_tokens=60, phase=case.phase), sequence)
 
 
+@pytest.mark.parametrize("phase", PhaseName)
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [(KVDType.FLOAT32, KVDType.INT8), (KVDType.BFLOAT16, KVDType.INT8), (KVDType.FLOAT32, KVDType.FLOAT16)],
+)
+def test_a_narrow_cache_moves_logprobs_a_little(path: Path, dtype: KVDType, cache_dtype: KVDType, phase: PhaseName) -> None:
+    def logprobs(cache_dtype: KVDType) -> dict[int, float]:
+        engine = TinyEngine(path, dtype, cache_dtype=cache_dtype)
+        token = engine.prefill(prompt_of(60), chunk=60, max_tokens=60, phase=phase).results[-1]
+        assert token.logprobs is not None
+        return dict(token.logprobs.top)
+
+    exact, narrow = logprobs(dtype), logprobs(cache_dtype)
+    common = exact.keys() & narrow.keys()
+    assert len(common) >= 15
+    differences = [abs(exact[token_id] - narrow[token_id]) for token_id in common]
+    assert 0 < max(differences) < 0.1
+
+
 def test_a_row_without_a_sample_gets_no_token(path: Path) -> None:
     engine = TinyEngine(path, KVDType.FLOAT32)
     first, second = engine.new_sequence(16), engine.new_sequence(16)
@@ -161,9 +201,3 @@ def test_sampling_depends_on_the_seed_and_the_place_alone(path: Path) -> None:
     drawn = [draw(index, 0) for index in range(12)]
     assert len(set(drawn)) > 3
     assert [draw(index, 3) for index in range(12)] == drawn
-
-
-def test_weights_and_cache_must_have_one_type(path: Path) -> None:
-    narrow, wide = TinyEngine(path, KVDType.BFLOAT16), TinyEngine(path, KVDType.FLOAT32)
-    with pytest.raises(AssertionError, match="one type"):
-        type(narrow.runner)(narrow.loaded, wide.cache)

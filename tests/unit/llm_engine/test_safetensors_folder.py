@@ -140,5 +140,6 @@ def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
+    (tmp_path / SINGLE_NAME).mkdir()
     with pytest.raises(ModelFileError, match="holds no weights"):
         SafetensorsFolder(tmp_path)

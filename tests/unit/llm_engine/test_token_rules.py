@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from llm_engine.packed_ids import PackedIds
 from llm_engine.token_rules import TokenRules
 from serving_core.errors import RefusalCode, Refused
 from serving_core.generate_request import GenerateRequest
@@ -99,9 +101,23 @@ def test_penalties_see_prompt_and_answer(option: dict[str, float]) -> None:
     request = request_with(**option)
     penalties = RULES.sample_spec(request, [4, 5]).penalties
     assert penalties is not None
-    assert (penalties.prompt_token_ids, penalties.output_token_ids) == (request.prompt_token_ids, (4, 5))
+    assert penalties.prompt_token_ids == PackedIds.of(request.prompt_token_ids)
+    assert penalties.output_token_ids == PackedIds.of((4, 5))
     assert (penalties.repetition, penalties.presence, penalties.frequency) == (
         request.sampling.repetition_penalty,
         request.sampling.presence_penalty,
         request.sampling.frequency_penalty,
     )
+
+
+def test_a_template_serves_every_token_of_an_answer() -> None:
+    request = request_with(frequency_penalty=0.5, min_tokens=2, stop_token_ids=(3,))
+    template = RULES.sample_template(request)
+    answer = array("i")
+    for index, token_id in enumerate((4, 5, 4)):
+        spec = template.spec(answer)
+        assert spec == RULES.sample_spec(request, tuple(answer))
+        assert (spec.output_index, bool(spec.banned_token_ids)) == (index, index < 2)
+        answer.append(token_id)
+        assert spec.penalties is not None
+        assert spec.penalties.output_token_ids.numpy().tolist() == answer.tolist()[:index], "a spec stays as it was"

@@ -9,10 +9,11 @@ from llm_engine.decoder_tensors import tensor_shapes
 from llm_engine.layer_config import LayerConfig
 from llm_engine.model_config import ExpertsConfig, ModelConfig
 from llm_engine.weight_form import WeightForm
-from llm_engine.weight_plan import plan_weights, usable_quantization
+from llm_engine.weight_plan import plan_weights, simplest_alike, usable_quantization, weight_bytes
 from serving_core.engine_config import Quantization
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType
+from serving_core.worker_status import PhaseName
 from tests.unit.llm_engine.tiny_config import TINY_CONFIG
 
 INT4, INT8, BFLOAT16 = WeightForm
@@ -76,6 +77,20 @@ def test_tokens_are_looked_up_in_a_tied_head_that_holds_them_exactly(
     assert not plan_weights(untied, quantization).is_embedding_shared
 
 
+def test_what_comes_to_the_same_plan_is_held_and_counted_once() -> None:
+    def bytes_of(stored: StoredModel, *quantizations: Quantization) -> int:
+        return weight_bytes(stored, KVDType.BFLOAT16, quantizations, has_kernels=True)
+
+    plain, packed = stored_as(BFLOAT16), stored_as(INT4)
+    none, auto, int8 = Quantization.NONE, Quantization.AUTO, Quantization.INT8
+    assert simplest_alike(plain, auto) is none
+    assert bytes_of(plain, none, auto) == bytes_of(plain, none)
+    assert simplest_alike(packed, auto) is auto
+    assert bytes_of(packed, none, auto) == bytes_of(packed, none) + bytes_of(packed, auto)
+    assert simplest_alike(stored_as(INT8), int8) is auto
+    assert simplest_alike(plain, int8) is int8
+
+
 ODD_CONFIG = replace(TINY_CONFIG, feed_forward_size=100)
 
 
@@ -84,22 +99,37 @@ ODD_CONFIG = replace(TINY_CONFIG, feed_forward_size=100)
     [
         (KVDType.FLOAT32, TINY_CONFIG, True, "computes in bfloat16, but --dtype is float32"),
         (KVDType.FLOAT16, TINY_CONFIG, True, "computes in bfloat16, but --dtype is float16"),
-        (KVDType.BFLOAT16, ODD_CONFIG, True, "a multiple of 32 weights, but those of layers.0.down have 100"),
-        (KVDType.BFLOAT16, TINY_CONFIG, False, "needs a processor with AVX-512 BF16 and a C"),
+        (KVDType.BFLOAT16, ODD_CONFIG, True, "a multiple of 32 weights, and this model has some of 100"),
+        (KVDType.BFLOAT16, TINY_CONFIG, False, "needs the native kernels, which do not run on this machine"),
     ],
 )
 def test_what_cannot_be_is_refused_where_it_was_asked_for(
     dtype: KVDType, config: ModelConfig, reason: str, *, has_kernels: bool
 ) -> None:
     def usable(asked: Quantization) -> Quantization:
-        return usable_quantization(asked, dtype=dtype, config=config, has_kernels=has_kernels)
+        return usable_quantization(asked, PhaseName.DECODE, dtype=dtype, config=config, has_kernels=has_kernels)
 
     assert usable(Quantization.AUTO) is usable(Quantization.NONE) is Quantization.NONE
     for asked in (Quantization.INT8, Quantization.INT4):
-        with pytest.raises(ConfigError, match=f"--quantization is {asked.value}, which .*{reason}.*; give --quantization none"):
+        flag = "--decode-quantization"
+        with pytest.raises(ConfigError, match=f"{flag} is {asked.value}, which .*{reason}.*; give {flag} none"):
+            usable(asked)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_an_eager_phase_has_plain_weights(*, has_kernels: bool) -> None:
+    def usable(asked: Quantization) -> Quantization:
+        return usable_quantization(
+            asked, PhaseName.DECODE, dtype=KVDType.BFLOAT16, config=TINY_CONFIG, has_kernels=has_kernels, is_eager=True
+        )
+
+    assert usable(Quantization.AUTO) is usable(Quantization.NONE) is Quantization.NONE
+    for asked in (Quantization.INT8, Quantization.INT4):
+        with pytest.raises(ConfigError, match=f"{asked.value}, which needs the native kernels, which --enforce-eager leaves"):
             usable(asked)
 
 
 @pytest.mark.parametrize("asked", Quantization)
 def test_what_can_be_is_done(asked: Quantization) -> None:
-    assert usable_quantization(asked, dtype=KVDType.BFLOAT16, config=TINY_CONFIG, has_kernels=True) is asked
+    usable = usable_quantization(asked, PhaseName.PREFILL, dtype=KVDType.BFLOAT16, config=TINY_CONFIG, has_kernels=True)
+    assert usable is asked

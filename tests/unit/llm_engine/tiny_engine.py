@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,7 +44,8 @@ class FedSequence:
 
 
 class TinyEngine:
-    """Loads ``path`` and hands out pages from the top of a pool that is never refilled."""
+    """Loads ``path`` and hands out pages from the top of a pool that is never refilled. The cache is of ``dtype`` unless told
+    otherwise."""
 
     def __init__(
         self,
@@ -52,13 +53,17 @@ class TinyEngine:
         dtype: KVDType,
         *,
         num_pages: int = 256,
+        cache_dtype: KVDType | None = None,
         prefill: Quantization = Quantization.NONE,
         decode: Quantization = Quantization.AUTO,
+        eager_phases: Collection[PhaseName] = (),
+        max_recorded_rows: int = 0,
     ) -> None:
         quantizations = {PhaseName.PREFILL: prefill, PhaseName.DECODE: decode}
-        self.loaded = load_model(path, dtype=dtype, quantizations=quantizations)
-        self.cache = KVCache(self.loaded.config.page_layout(page_size=PAGE_SIZE, dtype=dtype), num_pages)
-        self.runner = ModelRunner(self.loaded, self.cache)
+        self.loaded = load_model(path, dtype=dtype, quantizations=quantizations, eager_phases=eager_phases)
+        layout = self.loaded.config.page_layout(page_size=PAGE_SIZE, dtype=cache_dtype or dtype)
+        self.cache = KVCache(layout, num_pages)
+        self.runner = ModelRunner(self.loaded, self.cache, max_recorded_rows=max_recorded_rows)
         self._free = [PageId(page) for page in range(num_pages)]
 
     def new_sequence(self, max_tokens: int) -> FedSequence:
@@ -97,6 +102,14 @@ class TinyEngine:
         return sequence
 
     def stored(self, sequence: FedSequence) -> torch.Tensor:
-        """The sequence's pages, as far as they are entered: [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]."""
+        """The sequence's keys and values, in the pages that are entered: [num_pages, num_layers, 2, page_size, num_kv_heads,
+        head_dim]."""
         num_pages = self.cache.layout.num_pages_for(sequence.num_fed)
-        return self.cache.tensor[list(sequence.page_ids[:num_pages])]
+        return numbers_of(self.cache, sequence.page_ids[:num_pages])
+
+
+def numbers_of(cache: KVCache, page_ids: Sequence[PageId]) -> torch.Tensor:
+    """What the pages hold, multiplied by its scales where it has some: [num_pages, num_layers, 2, page_size, num_kv_heads,
+    head_dim]."""
+    numbers = cache.tensor[list(page_ids)]
+    return numbers if cache.scales is None else numbers * cache.scales[list(page_ids)].unsqueeze(-1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def test_what_templates_rely_on(source: str, expected: str) -> None:
         "{% for i in range(10**9) %}x{% endfor %}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
         "{{ raise_exception('no system messages') }}",
+        "{{ 9 ** 9 ** 8 }}",
         "{{ 1 / 0 }}",
         "{{ messages[0].content + 1 }}",
         "{{ nothing.at_all }}",
@@ -81,6 +83,32 @@ def test_the_reason_a_template_gives_is_told() -> None:
 def test_a_template_that_cannot_be_compiled_is_known_at_start() -> None:
     with pytest.raises(ModelFileError, match="The chat template of test is wrong in line 2"):
         render("ok\n{{ bad")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% for a in messages %}" * 25 + "{% endfor %}" * 25, "{{" + "(" * 3000 + "1" + ")" * 3000 + "}}"],
+    ids=["loops", "parentheses"],
+)
+def test_what_is_too_much_for_the_compiler_is_known_at_start(source: str) -> None:
+    with pytest.raises(ModelFileError, match="The chat template of test cannot be compiled: "):
+        ChatTemplate(source, origin="test")
+
+
+def test_the_reason_of_a_syntax_error_ends_once() -> None:
+    with pytest.raises(ModelFileError, match=r"No filter named 'nosuch'\.$"):
+        ChatTemplate("{{ x|nosuch }}", origin="test")
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ 'a' * 300000000 }}", "{% set x = 'a' * 300000000 %}{{ x|length }}"])
+def test_nothing_is_computed_while_compiling(source: str) -> None:
+    tracemalloc.start()
+    try:
+        ChatTemplate(source, origin="test")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10 * 2**20
 
 
 def test_extras_cannot_replace_role_or_content() -> None:

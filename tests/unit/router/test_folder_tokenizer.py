@@ -13,12 +13,13 @@ from tokenizers import Tokenizer as BackEnd
 
 from router.chat_template import ChatMessage, read_chat_template
 from router.tokenizer import read_tokenizer
-from serving_core.errors import ModelFileError
+from serving_core.errors import InvalidRequest, ModelFileError
 from tests.tiny_model import write_tiny_gguf
 from tests.tiny_model_folder import change_json, write_json, write_tiny_folder, write_tiny_tokenizer
 from tests.unit.router.default_model import text_of
 
 HI = [ChatMessage(role="user", content="Hi")]
+UNIGRAM = {"type": "Unigram", "unk_id": None}
 TEXTS = ["", "Hi there, the one", "in 12 ²\n\n<|im_end|>x<|im_start|>", "naïve 日本語 🙂", "\x00\u200b"]
 
 
@@ -153,6 +154,7 @@ def test_holes_among_the_ids_are_empty(folder: Path) -> None:
         (lambda values: values["model"].update(type="Made-up"), "is not a tokenizer that can be read"),
         (lambda values: values.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True}), "kind WordPiece"),
         (lambda values: values.update(decoder=None), "decoder of kind none"),
+        (lambda values: values.update(model={**UNIGRAM, "vocab": [["x", 0.0]]}), "makes no tokens of a plain text"),
     ],
 )
 def test_an_unsupported_tokenizer_is_named(change: Callable[[dict[str, Any]], None], message: str, folder: Path) -> None:
@@ -160,6 +162,15 @@ def test_an_unsupported_tokenizer_is_named(change: Callable[[dict[str, Any]], No
     with pytest.raises(ModelFileError, match=message) as caught:
         read_tokenizer(folder)
     assert "tokenizer.json" in str(caught.value)
+
+
+def test_a_text_without_tokens_is_a_bad_request(folder: Path) -> None:
+    edit(folder, lambda values: values.update(model={**UNIGRAM, "vocab": [["a", 0.0]]}, added_tokens=[]))
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer.encode("aa", add_special_tokens=False) == (0, 0)
+    with pytest.raises(InvalidRequest, match="cannot be turned into tokens"):
+        tokenizer.encode("b", add_special_tokens=False)
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from router.worker_directory import WorkerState
 from serving_core.errors import RefusalCode
+from serving_core.kv_page_layout import KVDType
 from serving_core.rpc.channel import open_channel
 from serving_core.rpc.convert import hello_to_pb, refusal_from_pb
 from serving_core.rpc.v1 import router_link_pb2, router_link_pb2_grpc
@@ -60,7 +61,12 @@ async def test_worker_is_taken_in_and_lost(pair: Pair, workers: list[FakeWorker]
         (
             {"layout": OTHER_LAYOUT},
             RefusalCode.LAYOUT_MISMATCH,
-            ("num_layers is 2 at the sender and 3 at the receiver", "prefill-0", "decode-0"),
+            (OTHER_LAYOUT.layout_print, "num_layers is 3 at decode-0 and 2 at prefill-0"),
+        ),
+        (
+            {"layout": replace(LAYOUT, dtype=KVDType.INT8, page_size=32)},
+            RefusalCode.LAYOUT_MISMATCH,
+            ("prefill-0, whose layout is", ": dtype is int8 at decode-0 and float32 at prefill-0."),
         ),
     ],
 )
@@ -89,6 +95,7 @@ async def test_workers_of_a_phase_must_compute_alike(pair: Pair, workers: list[F
     assert other.refused is not None
     assert other.refused.code is RefusalCode.MODEL_MISMATCH
     assert "Worker decode-1 computes decode with 'torch bfloat16' but the others" in str(other.refused)
+    assert "Unlike processors also need --enforce-eager; GPUs must be of one kind" in str(other.refused)
 
     # 3. So would one that takes the place of the first.
     await workers[0].hang_up()

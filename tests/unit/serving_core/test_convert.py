@@ -281,6 +281,16 @@ def test_statuses_whose_metrics_would_spoil_the_others_are_refused() -> None:
 def test_other_messages_that_break_the_contract_are_refused() -> None:
     assert "page layout" in refusal_of(convert.layout_from_pb, common_pb2.KVPageLayout(dtype="float32"))
     assert "int3" in refusal_of(convert.layout_from_pb, common_pb2.KVPageLayout(dtype="int3"))
+    odd = common_pb2.KVPageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="int8")
+    assert "scales would lie askew" in refusal_of(convert.layout_from_pb, odd)
+
+
+@pytest.mark.parametrize("dtype", KVDType)
+def test_a_layout_travels_with_the_name_of_its_type(dtype: KVDType) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    message = convert.layout_to_pb(layout)
+    assert message.dtype == dtype.value
+    assert convert.layout_from_pb(message) == layout
     assert "kind" in refusal_of(convert.event_from_pb, common_pb2.SequenceEvent())
     event = convert.event_to_pb(TokenEvent(key=KEY, attempt=1, index=0, token_id=5))
     event.token.finish_reason = 77  # type: ignore[assignment]

@@ -22,9 +22,10 @@ def test_flags_tell(tmp_path: Path, line: str, has: bool) -> None:
 
 
 def test_the_native_kernels_need_all_of_their_flags(tmp_path: Path) -> None:
-    line = "flags\t\t: fpu avx2 avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16 xsavec"
+    line = "flags\t\t: fpu avx2 avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16 xsavec"
     assert has_avx512_bfloat16(_cpuinfo(tmp_path, line))
     assert not has_avx512_bfloat16(_cpuinfo(tmp_path, line.replace(" avx512bw", "")))
+    assert not has_avx512_bfloat16(_cpuinfo(tmp_path, line.replace(" avx512_vnni", "")))
 
 
 def test_nothing_known_is_no(tmp_path: Path) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.tiny_model import write_tiny_gguf
+from tests.tiny_model_folder import change_json, write_tiny_folder
+from twinpool import serve_command
 from twinpool.cli import main, make_parser
 from twinpool.serve_config import ServeConfig, make_serve_config
 from twinpool.transfer_way import TransferWay
@@ -44,8 +50,7 @@ def test_unknown_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixture
 
 
 def test_flags_of_later_versions_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--tensor-parallel-size", "--kv-cache-dtype"):
-        assert f"unknown flag {flag}" in refusal_of(capsys, "serve", flag, "1")
+    assert "unknown flag --tensor-parallel-size" in refusal_of(capsys, "serve", "--tensor-parallel-size", "1")
 
 
 def test_a_second_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +85,8 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         ("--kv-cache-memory-bytes", "12 parsecs"),
         ("--threads", "0"),
         ("--dtype", "int8"),
+        ("--kv-cache-dtype", "int4"),
+        ("--decode-kv-cache-dtype", "float32"),
         ("--quantization", "int2"),
         ("--decode-quantization", "awq"),
         ("--served-model-name", ""),
@@ -114,6 +121,26 @@ def test_phases_may_differ_in_the_size_of_their_pages() -> None:
 def test_phases_must_agree_on_the_type_of_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal_of(capsys, "serve", "--dtype", "float32", "--decode-dtype", "bfloat16")
     assert "--decode-dtype" in error
+    error = refusal_of(capsys, "serve", "--dtype", "bfloat16", "--decode-kv-cache-dtype", "int8")
+    assert "--prefill-kv-cache-dtype and --decode-kv-cache-dtype differ, bfloat16 and int8, but keys and values are" in error
+
+
+def test_the_cache_has_the_type_of_the_weights_or_its_own() -> None:
+    def types(*argv: str) -> set[tuple[str, str]]:
+        config = config_of(*argv)
+        return {(flags.dtype.value, flags.kv_cache_dtype.value) for flags in (config.prefill, config.decode)}
+
+    assert types("--dtype", "float32") == {("float32", "float32")}
+    assert types("--dtype", "bfloat16", "--kv-cache-dtype", "auto") == {("bfloat16", "bfloat16")}
+    assert types("--dtype", "float32", "--kv-cache-dtype", "int8") == {("float32", "int8")}
+    each = ("--prefill-kv-cache-dtype", "float16", "--decode-kv-cache-dtype", "float16")
+    assert types("--dtype", "bfloat16", "--kv-cache-dtype", "int8", *each) == {("bfloat16", "float16")}
+
+
+def test_fp8_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal_of(capsys, "serve", "--kv-cache-dtype", "fp8")
+    assert "--kv-cache-dtype is fp8, which is for GPUs" in error
+    assert error.count("\n") == 1
 
 
 def test_colocated_phases_share_all_but_their_step_budgets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,9 +160,27 @@ def test_each_phase_has_a_form_of_the_weights() -> None:
     assert quantizations("--quantization", "none", "--prefill-quantization", "auto", "--colocated") == ("auto", "none")
 
 
+def test_each_phase_may_be_eager() -> None:
+    def eager(*argv: str) -> tuple[bool, bool]:
+        config = config_of(*argv)
+        return config.prefill.enforce_eager, config.decode.enforce_eager
+
+    assert eager() == (False, False)
+    assert eager("--enforce-eager") == (True, True)
+    assert eager("--decode-enforce-eager", "--colocated") == (False, True)
+
+
+def test_an_eager_phase_takes_no_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--dtype", "bfloat16", "--decode-enforce-eager", "--decode-quantization", "int4")
+    error = refusal_of(capsys, "serve", "--port", "0", *argv)
+    assert "--decode-quantization is int4, which needs the native kernels, which --enforce-eager leaves out" in error
+    assert error.count("\n") == 1
+
+
 def test_a_quantization_against_the_type_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal_of(capsys, "serve", "--port", "0", "--dtype", "float32", "--decode-quantization", "int4")
-    assert "--quantization is int4, which computes in bfloat16, but --dtype is float32; give --quantization none" in error
+    assert "--decode-quantization is int4, which computes in bfloat16, but --dtype is float32" in error
+    assert "; give --decode-quantization none." in error
 
 
 def test_an_override_beats_the_common_flag() -> None:
@@ -163,12 +208,30 @@ def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--port {port} is taken" in refusal_of(capsys, "serve", "--port", str(port))
 
 
+def test_a_token_without_embedding_is_no_obstacle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    picture = {**tokenizer["added_tokens"][0], "id": 267, "content": "<picture>"}
+    change_json(folder / "tokenizer.json", added_tokens=[*tokenizer["added_tokens"], picture])
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # the last thing that is looked at
+        port = str(taken.getsockname()[1])
+        assert f"--port {port} is taken" in refusal_of(capsys, "serve", str(folder), "--dtype", "float32", "--port", port)
+
+
 def test_a_window_the_model_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8192" in refusal_of(capsys, "serve", "--port", "0", "--max-model-len", "8193")
 
 
 def test_a_cache_too_small_for_the_window_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--kv-cache-memory-bytes" in refusal_of(capsys, "serve", "--port", "0", "--kv-cache-memory-bytes", "1MiB")
+
+
+def test_what_a_file_says_is_told_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny_gguf(tmp_path / "tiny.gguf", extra_tensors={"two\nlines": np.zeros(5, np.float32)})
+    assert main(["serve", str(model)]) == 1
+    error = capsys.readouterr().err
+    assert "holds the tensor two\\nlines, which" in error
+    assert error.count("\n") == 1
 
 
 def test_status_needs_a_server(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,3 +264,12 @@ def test_a_cluster_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> N
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     assert main(["serve", "--port", "0", "--address", address]) == 1
     assert f"no Ray cluster answers at --address {address}" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_it_serves_needs_no_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve_command, "serve_command", interrupt)
+    assert main(["serve"]) == 130
+    assert capsys.readouterr().err == ""

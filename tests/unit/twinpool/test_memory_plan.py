@@ -15,7 +15,7 @@ from serving_core.errors import ConfigError
 from serving_core.ids import WorkerId
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
-from twinpool.memory_plan import SERVER_BYTES, WorkerMemory, check_memory, worker_memory
+from twinpool.memory_plan import SERVER_BYTES, WorkerMemory, check_memory, describe_memory, worker_memory
 from twinpool.worker_spec import WorkerSpec
 
 MIB = 2**20
@@ -26,8 +26,8 @@ MODEL = ModelConfig(
     num_kv_heads=4,
     head_dim=64,
     feed_forward_size=1024,
-    vocab_size=10_000,
-    num_tokens=10_000,
+    vocab_size=10_016,
+    num_tokens=10_016,
     max_model_len=4096,
     rms_norm_eps=1e-5,
     attention_scale=0.125,
@@ -83,7 +83,7 @@ def needed_bytes(specs: list[WorkerSpec]) -> int:
 
 def test_weights_workspace_and_cache_stand_apart() -> None:
     memory = memory_of(PAIR[0])
-    matrices, norms = 10_000 * 512 + 4 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 512 * 1024), 512 + 4 * 2 * 512
+    matrices, norms = 10_016 * 512 + 4 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 512 * 1024), 512 + 4 * 2 * 512
     assert memory.weight_bytes == 2 * matrices + 4 * norms
     assert memory.kv_cache_bytes == 512 * MIB
     assert memory.min_kv_cache_bytes == 256 * PAGE_BYTES
@@ -99,6 +99,34 @@ def test_each_worker_holds_the_forms_of_its_phases() -> None:
     alike = dataclasses.replace(both, engine=dataclasses.replace(both.engine, decode_quantization=Quantization.NONE))
     assert memory_of(alike).weight_bytes == prefill
     assert worker_memory(PAIR[1], STORED, has_kernels=False).weight_bytes == prefill, "torch computes"
+
+
+def test_int8_takes_little_more_than_half() -> None:
+    def memory_in(cache_dtype: KVDType) -> WorkerMemory:
+        return memory_of(dataclasses.replace(PAIR[0], engine=dataclasses.replace(PAIR[0].engine, kv_cache_dtype=cache_dtype)))
+
+    bfloat16, int8 = memory_in(KVDType.BFLOAT16), memory_in(KVDType.INT8)
+    assert bfloat16 == memory_of(PAIR[0])
+    assert int8.weight_bytes == bfloat16.weight_bytes
+    page_bytes = PAGE_BYTES // 2 + PAGE_BYTES // 2 // 64 * 4  # a scale for 64 numbers
+    assert int8.min_kv_cache_bytes == 256 * page_bytes
+    assert int8.kv_cache_bytes == 512 * MIB // page_bytes * page_bytes
+    assert int8.workspace_bytes == bfloat16.workspace_bytes, "the kernels pack either as bfloat16"
+    assert "of int8" in describe_memory(int8)
+
+
+def test_eager_phases_hold_plain_weights_once() -> None:
+    both = dataclasses.replace(PAIR[0], phases=frozenset(PhaseName))
+    plain = worker_memory(PAIR[0], STORED, has_kernels=False).weight_bytes
+
+    def bytes_with(*eager: PhaseName, has_kernels: bool = True) -> int:
+        spec = dataclasses.replace(both, engine=dataclasses.replace(both.engine, eager_phases=frozenset(eager)))
+        return worker_memory(spec, STORED, has_kernels=has_kernels).weight_bytes
+
+    assert bytes_with(*PhaseName) == plain
+    assert bytes_with(PhaseName.DECODE) == plain + memory_of(PAIR[0]).weight_bytes
+    assert bytes_with(PhaseName.PREFILL) == plain + memory_of(PAIR[1]).weight_bytes
+    assert bytes_with(PhaseName.PREFILL, has_kernels=False) == plain, "both are plain, and share"
 
 
 @pytest.mark.parametrize("change", [{"max_num_batched_tokens": 1024}, {"max_model_len": 2048}])

@@ -45,6 +45,18 @@ def test_what_can_be_no_model_is_refused(model: str) -> None:
         find_model(model)
 
 
+@pytest.mark.parametrize("model", ["a" * 300, "a" * 300 + ".gguf", "~no-such-user/x.gguf"])
+def test_what_can_be_no_path_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"MODEL '.*' cannot be looked up: (File name too long|Could not determine home)"):
+        find_model(model)
+
+
+@pytest.mark.parametrize("model", ["", " "])
+def test_no_model_is_not_the_current_folder(model: str) -> None:
+    with pytest.raises(ConfigError, match="MODEL is empty"):
+        find_model(model)
+
+
 def test_a_hub_model_keeps_its_name_and_only_what_is_needed_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
 

@@ -37,6 +37,7 @@ class AbsentCluster:
         self.is_frozen = False
         """Whether ``stop`` never returns."""
         self.loss = asyncio.Event()
+        self.num_gpus = 0
 
     async def start(self, *, num_workers: int) -> WorkerPlaces:
         await asyncio.get_running_loop().create_future()
@@ -77,7 +78,12 @@ class AskedTwice(AskedToFinish):
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> AbsentCluster:
     cluster = AbsentCluster()
-    monkeypatch.setattr(server_module, "LocalCluster", lambda: cluster)
+
+    def local_cluster(*, num_gpus: int) -> AbsentCluster:
+        cluster.num_gpus = num_gpus
+        return cluster
+
+    monkeypatch.setattr(server_module, "LocalCluster", local_cluster)
     return cluster
 
 
@@ -98,6 +104,14 @@ def make_server(tmp_path: Path, cluster: AbsentCluster) -> Iterator[Callable[...
             )
 
         yield make
+
+
+def test_ray_gets_the_gpus_that_torch_can_use(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], cluster: AbsentCluster
+) -> None:
+    monkeypatch.setattr("twinpool.serve_config.num_local_gpus", lambda: 3)
+    make_server()
+    assert cluster.num_gpus == 3
 
 
 async def test_http_that_fails_ends_the_server(

@@ -6,7 +6,7 @@ import pytest
 
 from serving_core.errors import PlacementFailed
 from twinpool.cluster import WorkerPlaces
-from twinpool.worker_places import WORKER_RESOURCE, ClusterNode, find_worker_places
+from twinpool.worker_places import WORKER_RESOURCE, ClusterNode, find_worker_places, gpus_per_worker
 
 HOST = "10.0.0.1"
 
@@ -31,6 +31,21 @@ def test_cores_are_not_divided_by_places_that_stay_empty() -> None:
 
 def test_a_node_without_cores_still_gives_one_thread() -> None:
     assert find_worker_places([node(0, 4)], 2, host=HOST).num_cores == 1
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_workers", "share"), [(0, 2, 0.0), (1, 1, 1.0), (1, 2, 0.5), (2, 3, 0.5), (4, 3, 1.0), (8, 8, 1.0)]
+)
+def test_workers_of_a_node_share_its_gpus(num_gpus: int, num_workers: int, share: float) -> None:
+    assert gpus_per_worker(num_gpus, num_workers) == share
+
+
+def test_gpus_count_only_where_every_node_has_them() -> None:
+    with_gpus, without = ClusterNode(num_cores=8, num_places=2, num_gpus=1), ClusterNode(num_cores=8, num_places=2)
+    assert find_worker_places([with_gpus, with_gpus], 4, host=HOST).num_gpus == 0.5
+    assert find_worker_places([with_gpus, without], 4, host=HOST).num_gpus == 0.0
+    everywhere = ClusterNode(num_cores=8, num_places=None, num_gpus=2)
+    assert find_worker_places([everywhere, everywhere], 4, host=HOST).num_gpus == 1.0
 
 
 def test_too_few_places() -> None:

@@ -143,6 +143,28 @@ async def started(monkeypatch: pytest.MonkeyPatch, actor: PlayedActor, told: Tol
     return pools
 
 
+@pytest.mark.parametrize("num_gpus", [0.0, 0.5, 1.0])
+async def test_a_worker_is_told_what_it_got_of_a_gpu(num_gpus: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    given: list[WorkerSpec] = []
+
+    class ActorClass:
+        def options(self, **options: object) -> ActorClass:
+            asked.append(options["num_gpus"])
+            return self
+
+        def remote(self, spec: WorkerSpec) -> PlayedActor:
+            given.append(spec)
+            return PlayedActor([None])
+
+    monkeypatch.setattr(ray, "remote", lambda _: ActorClass())
+    told = Told()
+    pools = WorkerPools(PlayedCluster(), told, on_restart=told.on_restart, on_failure=told.on_failure)
+    await pools.start([SPEC], WorkerPlaces(host="127.0.0.1", num_gpus=num_gpus))
+    assert asked == [num_gpus]
+    assert [spec.gpu_share for spec in given] == [num_gpus]
+
+
 async def test_a_worker_that_keeps_dying_at_its_first_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     # between two deaths Ray takes its time to bring the process back, which is no death

@@ -5,6 +5,7 @@ import pytest
 from llm_engine.open_checkpoint import read_model_config
 from serving_core.engine_config import Quantization
 from serving_core.errors import ConfigError
+from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
 from twinpool.cli import make_parser
 from twinpool.serve_config import make_serve_config
@@ -50,6 +51,60 @@ def test_colocated_takes_each_phases_own_budget() -> None:
     assert spec.phases == frozenset(PhaseName)
     assert (spec.engine.max_num_batched_tokens, spec.engine.max_num_seqs) == (99, 7)
     assert (spec.engine.cpu_cores, spec.engine.niceness) == ((1,), 0)
+
+
+def test_the_worker_chooses_the_page_size_that_nobody_gave() -> None:
+    for engine in (spec.engine for spec in specs_of().values()):
+        assert engine.page_size is None
+        assert engine.planned_page_size == 16
+    for engine in (spec.engine for spec in specs_of("--block-size", "256").values()):
+        assert engine.page_size == engine.planned_page_size == 256
+
+
+@pytest.mark.parametrize(("num_gpus", "dtype"), [(0, KVDType.FLOAT32), (1, KVDType.BFLOAT16)])
+def test_a_gpu_computes_bfloat16_whatever_the_processor_does(
+    num_gpus: int, dtype: KVDType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinpool.engine_flags.has_bfloat16", lambda: False)
+    monkeypatch.setattr("twinpool.serve_config.num_local_gpus", lambda: num_gpus)
+    assert {spec.engine.dtype for spec in specs_of().values()} == {dtype}
+
+
+@pytest.mark.parametrize("argv", [(), ("--colocated",), ("--dtype", "float32")])
+def test_forms_that_only_processors_compute_are_refused_on_gpus(argv: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinpool.serve_config.num_local_gpus", lambda: 1)
+    assert specs_of(*argv)
+    with pytest.raises(
+        ConfigError,
+        match=r"^--quantization is int8, which only CPUs compute, and this worker has a GPU; give --quantization none",
+    ):
+        specs_of(*argv, "--quantization", "int8")
+
+
+def test_every_worker_knows_the_type_of_its_pages() -> None:
+    for spec in specs_of("--dtype", "bfloat16", "--kv-cache-dtype", "int8").values():
+        assert spec.engine.page_dtype is KVDType.INT8
+    for spec in specs_of("--dtype", "bfloat16").values():
+        assert spec.engine.page_dtype is KVDType.BFLOAT16
+
+
+def test_a_budget_holds_nearly_twice_the_window_in_int8() -> None:
+    argv = ("--dtype", "bfloat16", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes")
+    budget = str(30 * 2 * 3 * (64 + 4) * 8192)  # layers, key and value, heads, numbers and a scale of each, tokens
+    assert specs_of(*argv, budget, "--kv-cache-dtype", "int8")
+    with pytest.raises(
+        ConfigError, match=rf"--kv-cache-memory-bytes is {budget}, too small .* at least {30 * 2 * 3 * 128 * 8192}"
+    ):
+        specs_of(*argv, budget)
+    with pytest.raises(ConfigError, match=f"at least {budget}, or lower --max-model-len to 8176"):
+        specs_of(*argv, str(int(budget) - 1), "--kv-cache-dtype", "int8")
+
+
+def test_every_worker_knows_which_phases_are_eager() -> None:
+    assert [spec.engine.eager_phases for spec in specs_of().values()] == [frozenset(), frozenset()]
+    for argv in ((), ("--colocated",)):
+        for spec in specs_of(*argv, "--dtype", "bfloat16", "--prefill-enforce-eager").values():
+            assert (spec.engine.is_eager(PhaseName.PREFILL), spec.engine.is_eager(PhaseName.DECODE)) == (True, False)
 
 
 def test_every_worker_knows_the_form_of_each_phase() -> None:

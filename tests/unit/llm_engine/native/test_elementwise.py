@@ -33,15 +33,16 @@ def test_norm_of_heads_that_lie_apart(library: NativeLibrary, size: int) -> None
 
 @pytest.mark.parametrize("size", SIZES)
 def test_norm_of_a_sum(library: NativeLibrary, size: int) -> None:
-    x, delta, weight = torch.randn(7, size).bfloat16(), torch.randn(7, size).bfloat16(), torch.rand(size) + 0.5
+    x, delta, weight = torch.randn(7, size), torch.randn(7, size).bfloat16(), torch.rand(size) + 0.5
     norm = NativeRmsNorm(weight, 1e-5, library)
-    expected_total = x + delta
+    expected_total = x + delta.float()
     total, normed = norm.of_sum(x.clone(), delta)
     assert torch.equal(total, expected_total)
     assert torch.equal(normed, norm(expected_total))
     total, normed = norm.of_sum(x.clone(), None)
     assert torch.equal(total, x)
     assert torch.equal(normed, norm(x))
+    torch.testing.assert_close(normed.double(), RmsNorm(weight, 1e-5)(x.double()), rtol=ROUNDING, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", list(Activation))

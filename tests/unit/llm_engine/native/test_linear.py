@@ -36,6 +36,9 @@ def test_it_multiplies(library: NativeLibrary, form: WeightForm, num_out: int, n
         x = random_rows(num_rows, num_in)
         expected = x.double() @ unpack(weight).double().T + (0 if bias is None else bias)
         torch.testing.assert_close(library.linear(x, weight, bias).double(), expected, rtol=2**-8, atol=1e-4 * num_in**0.5)
+        wide = library.linear(x, weight, bias, torch.float32)
+        torch.testing.assert_close(wide.double(), expected, rtol=2**-16, atol=1e-4 * num_in**0.5)
+        assert torch.equal(wide.bfloat16(), library.linear(x, weight, bias))
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -18,6 +18,10 @@ class ByteStride:
     def __post_init__(self) -> None:
         assert 1 <= self.run_bytes < self.step_bytes
 
+    def num_runs(self, num_bytes: int) -> int:
+        """Of ``num_bytes`` bytes, which fill whole runs, at least one."""
+        return num_bytes // self.run_bytes
+
     def extent(self, num_bytes: int) -> int:
         """From the first byte of the first run to behind the last of ``num_bytes``, which fill whole runs, at least one."""
-        return (num_bytes // self.run_bytes - 1) * self.step_bytes + self.run_bytes
+        return (self.num_runs(num_bytes) - 1) * self.step_bytes + self.run_bytes

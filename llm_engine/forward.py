@@ -1,0 +1,65 @@
+"""The forward pass of one phase: from a step's rows to the logits that are to be sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llm_engine.attention import AttentionBackend, AttentionRow
+from llm_engine.decoder import Decoder
+from llm_engine.step_plan import PlanRow, StepPlan
+
+
+class Forward(Protocol):
+    """Computes a phase's steps over the paged cache, each in full before the next."""
+
+    def logits(self, plan: StepPlan) -> Tensor | None:
+        """Float32 [num_samples or more, num_tokens], on the model's device: one row for each row of the plan that samples, in
+        their order. None where no row does. Valid until the next step."""
+
+
+class EagerForward:
+    """See ``Forward``. For rows of any length; those of a matrix product are padded to a multiple of ``row_multiple``."""
+
+    def __init__(self, decoder: Decoder, attention: AttentionBackend, *, row_multiple: int) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._row_multiple = row_multiple
+
+    def logits(self, plan: StepPlan) -> Tensor | None:
+        step = self._attention.begin_step(attention_rows(plan.rows))
+        token_ids, positions = self._padded(token_ids_of(plan.rows)), self._padded(positions_of(plan.rows))
+        hidden = self._decoder.hidden_states(token_ids, positions, step)  # [num_tokens, hidden_size]
+        sampled = last_tokens(plan.rows)
+        return self._decoder.logits(hidden[self._padded(sampled)]) if sampled else None
+
+    def _padded(self, values: list[int]) -> Tensor:
+        """The values, then zeros up to a multiple, on the model's device."""
+        return torch.tensor(values + [0] * (-len(values) % self._row_multiple)).to(self._decoder.device)
+
+
+def attention_rows(rows: Sequence[PlanRow]) -> list[AttentionRow]:
+    """The rows as attention sees them."""
+    return [
+        AttentionRow(num_tokens=len(row.token_ids), start_position=row.start_position, page_ids=row.page_ids) for row in rows
+    ]
+
+
+def token_ids_of(rows: Sequence[PlanRow]) -> list[int]:
+    """Of all tokens of the step, one row after another."""
+    return [token_id for row in rows for token_id in row.token_ids]
+
+
+def positions_of(rows: Sequence[PlanRow]) -> list[int]:
+    """Of the same tokens in their sequences."""
+    return [row.start_position + index for row in rows for index in range(len(row.token_ids))]
+
+
+def last_tokens(rows: Sequence[PlanRow]) -> list[int]:
+    """Places, among the step's tokens, of those after which a row samples."""
+    ends = accumulate(len(row.token_ids) for row in rows)
+    return [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample is not None]
