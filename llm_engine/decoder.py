@@ -48,10 +48,12 @@ class Decoder:
         """Logits a row."""
         return self._config.num_tokens
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
+    def hidden_states(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionStep, kept: Tensor | None = None
+    ) -> Tensor:
         """Run all layers over the step's tokens. token_ids and positions [num_tokens] → [num_tokens, hidden_size], of the type
-        of the embedding's vectors."""
-        x, fed = self.layers(self.embedded(token_ids), self.rotations(positions), attention)
+        of the embedding's vectors; or only those of the tokens whose places are in ``kept``, [num_kept]."""
+        x, fed = self.layers(self.embedded(token_ids), self.rotations(positions), attention, kept)
         return x + fed
 
     def embedded(self, token_ids: Tensor) -> Tensor:
@@ -62,15 +64,20 @@ class Decoder:
         """Of the tokens at positions [num_tokens], for every kind of layer."""
         return {rope: self._rotation(rope, positions) for rope in self._frequencies}
 
-    def layers(self, x: Tensor, rotations: Mapping[Rope, Rotation], attention: AttentionStep) -> tuple[Tensor, Tensor]:
+    def layers(
+        self, x: Tensor, rotations: Mapping[Rope, Rotation], attention: AttentionStep, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run all layers over x [num_tokens, hidden_size]. Returns two such, whose sum is the result; the first may lie where
-        ``x`` lay."""
+        ``x`` lay. Of the others than ``kept`` the last layer computes keys and values alone."""
         fed: Tensor | None = None  # what the layer before adds to x
         for index, layer in enumerate(self._weights.layers):
             rope = self._config.layers[index].rope
             x, normed = layer.attention_norm.of_sum(x, fed)
             rotation = None if rope is None else rotations[rope]
-            attended = _normed(self._attend(index, normed, rotation, attention), layer.attention_out_norm)
+            attended = self._attend(index, normed, rotation, attention)
+            if kept is not None and layer is self._weights.layers[-1]:
+                x, attended = x[kept], attended[kept]
+            attended = _normed(layer.attention_out(attended), layer.attention_out_norm)
             x, normed = layer.feed_forward_norm.of_sum(x, attended)
             fed = _normed(layer.feed_forward(normed), layer.feed_forward_out_norm)
         assert fed is not None, "a model has layers"
@@ -83,13 +90,12 @@ class Decoder:
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def _attend(self, index: int, x: Tensor, rotation: Rotation | None, attention: AttentionStep) -> Tensor:
-        """The attention of one layer, [num_tokens, hidden_size]."""
+        """The attention of one layer, [num_tokens, num_heads * head_dim]."""
         config, layer = self._config, self._weights.layers[index]
         num_heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         heads = layer.qkv(x).view(len(x), sum(num_heads), config.head_dim)
         query, key, value = torch.split(heads, num_heads, dim=1)
-        attended = attention.attend(index, _normed(query, layer.query_norm), _normed(key, layer.key_norm), value, rotation)
-        return layer.attention_out(attended)
+        return attention.attend(index, _normed(query, layer.query_norm), _normed(key, layer.key_norm), value, rotation)
 
     def _rotation(self, rope: Rope, positions: Tensor) -> Rotation:
         angles = torch.outer(positions.float(), self._frequencies[rope])

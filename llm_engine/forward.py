@@ -33,13 +33,14 @@ class EagerForward:
     def logits(self, plan: StepPlan) -> Tensor | None:
         step = self._attention.begin_step(attention_rows(plan.rows))
         token_ids, positions = self._padded(token_ids_of(plan.rows)), self._padded(positions_of(plan.rows))
-        hidden = self._decoder.hidden_states(token_ids, positions, step)  # [num_tokens, hidden_size]
         sampled = last_tokens(plan.rows)
-        return self._decoder.logits(hidden[self._padded(sampled)]) if sampled else None
+        hidden = self._decoder.hidden_states(token_ids, positions, step, self._padded(sampled))
+        return self._decoder.logits(hidden) if sampled else None
 
     def _padded(self, values: list[int]) -> Tensor:
         """The values, then zeros up to a multiple, on the model's device."""
-        return torch.tensor(values + [0] * (-len(values) % self._row_multiple)).to(self._decoder.device)
+        padding = [0] * (-len(values) % self._row_multiple)
+        return torch.tensor(values + padding, dtype=torch.int64).to(self._decoder.device)
 
 
 def attention_rows(rows: Sequence[PlanRow]) -> list[AttentionRow]:

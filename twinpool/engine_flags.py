@@ -74,7 +74,8 @@ _FLAGS = (
 )
 _DTYPES = ("auto", *(dtype.value for dtype in WEIGHT_DTYPES))
 _FP8 = "fp8"
-_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "int8", _FP8)
+_SERVED_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "int8")
+_KV_CACHE_DTYPES = (*_SERVED_KV_CACHE_DTYPES, _FP8)  # fp8 gets a sentence of its own
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +94,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--{prefix}kv-cache-dtype",
             choices=_KV_CACHE_DTYPES,
+            metavar=f"{{{','.join(_SERVED_KV_CACHE_DTYPES)}}}",
             help="type of keys and values in the KV cache; auto: --dtype" if is_listed else argparse.SUPPRESS,
         )
         eager_help = "compute with torch's own operators, one by one: no native kernels, no CUDA graphs"

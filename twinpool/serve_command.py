@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Sequence
 
 from llm_engine.checkpoint import StoredModel
@@ -49,6 +50,8 @@ def serve_command(flags: argparse.Namespace) -> int:
         # Ray starts processes while the router's gRPC threads run; none of them uses gRPC before it has become another program
         os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # broken connections are ours to report
+        if not sys.stderr.isatty():
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of workers' lines, which would come in colours
         from twinpool.server import Server
 
         _describe(config, stored, specs, has_kernels=has_kernels)
@@ -56,6 +59,7 @@ def serve_command(flags: argparse.Namespace) -> int:
             config, model=model, tokenizer=tokenizer, chat_template=chat_template, core_plan=cores, listener=listener
         )
         asyncio.run(server.run())
+    _log.info("stopped")
     return 0
 
 

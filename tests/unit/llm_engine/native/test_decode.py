@@ -23,7 +23,7 @@ from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
 
 PROMPT = [(index * 7919) % 49_000 for index in range(40)]
-NUM_STEPS = 64
+NUM_STEPS = 24
 NUM_PAGES = 64
 
 
