@@ -1,7 +1,8 @@
 """Decode: admission of handed-over sequences, continuous batching, token streams. Engine thread only; knows no gRPC.
 
 Life of one sequence:
-1. ``reserve``: its first pages are reserved, at once or in order of arrival; a ticket answers the caller.
+1. ``reserve``: its first pages are reserved, at once or in order of arrival; a ticket answers the caller, and says how much of
+   the prompt is here already.
 2. ``accept`` copies checked segments into the pages (or ``lend_pages`` hands them to this worker's own prefill phase).
 3. ``commit`` verifies that all arrived and takes token 0; from here on the hand-off has happened.
 4. ``plan`` and ``apply`` replay the router's log, if there is one, then add a token a step until a token rule ends it.
@@ -22,6 +23,7 @@ from decode_worker.decode_scheduler import MAX_REPLAY_TOKENS, DecodeScheduler
 from decode_worker.decode_sequence import DecodeSequence, DecodeState, TicketAnswer
 from decode_worker.held_sequences import HeldSequences
 from decode_worker.page_intake import KVWriter, PageIntake
+from decode_worker.prompt_prefix import PromptPrefix
 from decode_worker.reservation_desk import ReservationDesk
 from decode_worker.seats import Seats
 from kv_transfer.page_transport import Segment
@@ -49,7 +51,8 @@ class DecodePhase:
 
     ``address`` is where prefill workers reach this worker. ``new_reservation_id`` makes ids never used before by any process.
     ``max_num_seqs`` bounds the sequences that hold pages, ``max_waiting`` those of either kind that wait for some (see
-    ``AdmissionQueue``), ``max_replay_tokens`` what one step replays of logs.
+    ``AdmissionQueue``), ``max_replay_tokens`` what one step replays of logs. ``has_prefix_cache``: pages of prompts and answers
+    stay for prompts that begin with them.
     """
 
     name = PhaseName.DECODE
@@ -71,6 +74,7 @@ class DecodePhase:
         new_reservation_id: Callable[[], ReservationId],
         max_waiting: int = 16,
         max_replay_tokens: int = MAX_REPLAY_TOKENS,
+        has_prefix_cache: bool = False,
     ) -> None:
         assert layout.page_size == pool.page_size
         self.worker_id = worker_id
@@ -91,9 +95,11 @@ class DecodePhase:
         self._leases = LeaseTable(lease_s)
         self._queue = AdmissionQueue(max_waiting)
         self._seats = Seats(pool, max_num_seqs)
+        self._prefix = PromptPrefix(pool, self.counters, is_enabled=has_prefix_cache)
         self._held = HeldSequences(
             pool=pool,
             desk=self._desk,
+            prefix=self._prefix,
             queue=self._queue,
             seats=self._seats,
             leases=self._leases,
@@ -103,7 +109,13 @@ class DecodePhase:
         )
         check = AdmissionCheck(worker_id=worker_id, layout=layout, rules=rules, num_pages=pool.num_pages)
         self._admission = Admission(
-            check=check, held=self._held, desk=self._desk, pool=pool, counters=self.counters, clock=clock
+            check=check,
+            held=self._held,
+            desk=self._desk,
+            prefix=self._prefix,
+            pool=pool,
+            counters=self.counters,
+            clock=clock,
         )
         self._intake = PageIntake(desk=self._desk, pool=pool, cache=cache, counters=self.counters)
         self._scheduler = DecodeScheduler(layout=layout, max_replay_tokens=max_replay_tokens)
@@ -134,7 +146,8 @@ class DecodePhase:
         self._intake.accept(segments)
 
     def lend_pages(self, ticket: TransferTicket) -> tuple[PageId, ...]:
-        """The reserved pages, for this worker's prefill phase to compute into; valid until the engine thread's next call.
+        """The reserved pages, for this worker's prefill phase to compute into, but for those that the ticket's cached tokens
+        fill; valid until the engine thread's next call.
 
         Idempotent. Raises ``Refused`` like ``accept`` once the reservation does not stand any more.
         """
@@ -154,7 +167,8 @@ class DecodePhase:
             self._rules.check_commit(commit)
             check_commit(commit, sequence, reservation)
         if sequence.state is DecodeState.WAITING_FOR_COMMIT:
-            self._pool.move(reservation.page_ids, sequence.owner, PageState.USED)
+            self._pool.move(reservation.own_page_ids, sequence.owner, PageState.USED)
+            self._prefix.publish_prompt(sequence)
             sequence.state = DecodeState.DECODING
             self._begin(sequence, commit)
 
@@ -163,7 +177,10 @@ class DecodePhase:
         known = sequence.request.output_token_ids or (commit.token_id,)
         sequence.sample_template = self._rules.sample_template(sequence.request)
         sequence.output_token_ids = array("i", known[:-1])
-        self._append(sequence, known[-1], commit.logprobs if len(known) == 1 else None)
+        if len(known) == 1:
+            self._append(sequence, known[0], commit.logprobs, num_cached_tokens=commit.num_cached_tokens)
+        else:
+            self._append(sequence, known[-1], None)
 
     # Steps
 
@@ -192,7 +209,9 @@ class DecodePhase:
                 self._append(sequence, token.token_id, token.logprobs)
         self._outbox.flush()
 
-    def _append(self, sequence: DecodeSequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _append(
+        self, sequence: DecodeSequence, token_id: int, logprobs: TokenLogprobs | None, *, num_cached_tokens: int = 0
+    ) -> None:
         index = len(sequence.output_token_ids)
         sequence.output_token_ids.append(token_id)
         finish_reason = self._rules.finish_reason(sequence.request, index, token_id)
@@ -203,6 +222,7 @@ class DecodePhase:
             token_id=token_id,
             logprobs=logprobs,
             finish_reason=finish_reason,
+            num_cached_tokens=num_cached_tokens,
         )
         self._outbox.put(sequence.router_id, event)
         if finish_reason is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.receive_ledger import ReceiveLedger
+from llm_engine.page_hash import PageHash
 from llm_engine.sample_template import SampleTemplate
 from serving_core.errors import Refused
 from serving_core.generate_request import GenerateRequest
@@ -36,15 +37,27 @@ class DecodeState(enum.Enum):
 class Reservation:
     """Pages promised to one attempt of one sequence.
 
-    ``page_ids`` cover the prompt from the start, and more as the sequence grows. ``is_lent``: this worker's own prefill phase
-    computes straight into them. ``is_filling``: something was written, or may have been.
+    ``page_ids`` cover the prompt from the start, and more as the sequence grows. The first ``num_verified_pages`` are complete
+    and may be shared, so nobody writes into them any more: those that were cached when the ticket was issued, and with the
+    commit the prompt's others but its last. The rest are ``own_page_ids``. ``is_lent``: this worker's own prefill phase
+    computes straight into those. ``is_filling``: something was written into them, or may have been.
     """
 
     ticket: TransferTicket
     page_ids: tuple[PageId, ...]
     ledger: ReceiveLedger
+    num_verified_pages: int = 0
     is_filling: bool = False
     is_lent: bool = False
+
+    @property
+    def verified_page_ids(self) -> tuple[PageId, ...]:
+        return self.page_ids[: self.num_verified_pages]
+
+    @property
+    def own_page_ids(self) -> tuple[PageId, ...]:
+        """Those that the sequence does not share."""
+        return self.page_ids[self.num_verified_pages :]
 
     @property
     def reservation_id(self) -> ReservationId:
@@ -55,6 +68,7 @@ class Reservation:
 class DecodeSequence:
     """``callers`` asked for this attempt's ticket and have not withdrawn. ``arrived_at`` is by the worker's clock.
 
+    ``page_hashes``: what the prompt's pages will hold that may come from the prefix cache; none without one.
     ``num_first_pages`` are reserved before the hand-off, ``max_pages`` are what it needs at its longest. ``is_settled``: it was
     admitted so that it is never evicted (see ``Seats``). ``reservation`` is None exactly while waiting for pages.
     ``output_token_ids`` is empty until the commit and begins with the request's log then; keys and values of the first
@@ -68,6 +82,7 @@ class DecodeSequence:
     num_first_pages: int
     max_pages: int
     arrived_at: float
+    page_hashes: tuple[PageHash, ...] = ()
     state: DecodeState = DecodeState.WAITING_FOR_PAGES
     callers: list[TicketAnswer] = field(default_factory=list)
     reservation: Reservation | None = None

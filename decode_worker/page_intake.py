@@ -58,7 +58,8 @@ class PageIntake:
             self._counters.num_kv_bytes += segment.payload.nbytes
 
     def lend_pages(self, ticket: TransferTicket) -> tuple[PageId, ...]:
-        """The reserved pages, for this worker's prefill phase to compute into; valid until the engine thread's next call.
+        """The reserved pages, for this worker's prefill phase to compute into, but for those that the ticket's cached tokens
+        fill; valid until the engine thread's next call.
 
         Idempotent. Raises ``Refused`` like ``accept`` once the reservation does not stand any more.
         """
@@ -76,4 +77,4 @@ class PageIntake:
         # As a whole: which of its pages has bytes is the ledger's knowledge, not the pool's.
         if not reservation.is_filling:
             reservation.is_filling = True
-            self._pool.move(reservation.page_ids, sequence.owner, PageState.FILLING)
+            self._pool.move(reservation.own_page_ids, sequence.owner, PageState.FILLING)

@@ -148,8 +148,9 @@ class OutgoingHandoff:
         self._next_ordinal = expected.stop
         self._on_loop(lambda: self._take_pages(tuple(page_id for _, page_id in pages)))
 
-    def finish(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Every page was offered and output token 0 is ``token_id``: commit when all is accepted. Engine thread."""
+    def finish(self, token_id: int, logprobs: TokenLogprobs | None, *, num_cached_tokens: int = 0) -> None:
+        """Every page was offered and output token 0 is ``token_id``: commit when all is accepted, and say how many tokens of
+        the prompt were not computed. Engine thread."""
         assert self._next_ordinal == self._num_source_pages, "finish comes after the last page"
         finished_at = self._clock.now()
         num_pages = self._ticket.num_prompt_pages - self._ticket.first_page
@@ -160,6 +161,7 @@ class OutgoingHandoff:
             token_id=token_id,
             logprobs=logprobs,
             num_bytes_sent=num_pages * self._plan.num_bytes_per_page,
+            num_cached_tokens=num_cached_tokens,
         )
         self._on_loop(lambda: self._take_commit(commit, finished_at))
 

@@ -49,10 +49,10 @@ class AdmissionCheck:
 
     def check_same_sequence(self, request: GenerateRequest, held: PrefillSequence) -> None:
         """MALFORMED for a retry that is another request, TOKEN_MISMATCH for one whose log denies the known token 0."""
-        if request.prompt_token_ids != held.request.prompt_token_ids or request.sampling != held.request.sampling:
+        if not request.is_same_sequence(held.request):
             raise Refused(
                 RefusalCode.MALFORMED,
-                f"{request.key} came again with another prompt or other sampling than in attempt {held.attempt}.",
+                f"{request.key} came again with another prompt, sampling or cache salt than in attempt {held.attempt}.",
             )
         log = request.output_token_ids
         if log and held.first_token is not None and log[0] != held.first_token.token_id:

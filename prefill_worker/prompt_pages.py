@@ -1,10 +1,16 @@
-"""The pages prompts are computed into: this phase's own, taken in turn, or those lent by the decode phase on the same pool."""
+"""The pages prompts are computed into: this phase's own, taken in turn, or those lent by the decode phase on the same pool.
+
+With a prefix cache, prompts share the pages that they begin with, if one of them has computed them. Whether a prompt waits in
+line depends only on the pages that it would take from others.
+"""
 
 from __future__ import annotations
 
+from llm_engine.page_hash import PageHash, num_cacheable_pages, page_hashes
 from llm_engine.page_pool import PagePool
 from prefill_worker.handoff import LocalDecode
 from prefill_worker.prefill_sequence import PrefillSequence
+from serving_core.generate_request import GenerateRequest
 from serving_core.kv_page_layout import KVPageLayout
 from serving_core.page_state import PageState
 from serving_core.worker_status import PhaseName
@@ -13,23 +19,48 @@ from serving_core.worker_status import PhaseName
 class PromptPages:
     """``pool`` has pages of ``layout``; ``local_decode`` is the decode phase mounted on it, if there is one."""
 
-    def __init__(self, pool: PagePool, layout: KVPageLayout, local_decode: LocalDecode | None) -> None:
+    def __init__(
+        self, pool: PagePool, layout: KVPageLayout, local_decode: LocalDecode | None, *, has_prefix_cache: bool
+    ) -> None:
+        self.has_prefix_cache = has_prefix_cache
         self._pool = pool
         self._layout = layout
         self._local_decode = local_decode
+
+    def hashes_of(self, request: GenerateRequest) -> tuple[PageHash, ...]:
+        """What the prompt's full pages will hold; nothing without a prefix cache."""
+        if not self.has_prefix_cache:
+            return ()
+        return page_hashes(request.prompt_token_ids, page_size=self._layout.page_size, salt=request.cache_salt)
 
     def take(self, sequence: PrefillSequence) -> bool:
         """Give a prompt that waits its pages. False when they are not to be had now, or are another's turn."""
         if sequence.is_local:
             return True
-        line, num_pages = self._pool.line, self._layout.num_pages_for(sequence.request.num_prompt_tokens)
+        line, num_prompt_tokens = self._pool.line, sequence.request.num_prompt_tokens
+        num_pages = self._layout.num_pages_for(num_prompt_tokens)
+        found = self._pool.find(sequence.page_hashes[: num_cacheable_pages(num_prompt_tokens, self._layout.page_size)])
+        num_to_take = self._pool.num_to_take(num_pages, found)
         num_kept = line.num_kept_from(PhaseName.PREFILL, sequence.arrived_at)
-        if num_pages + num_kept > self._pool.num_free:
-            line.wait(PhaseName.PREFILL, num_pages, sequence.arrived_at)
+        if num_to_take + num_kept > self._pool.num_available:
+            line.wait(PhaseName.PREFILL, num_to_take, sequence.arrived_at)
             return False
         line.leave(PhaseName.PREFILL)
-        sequence.page_ids = self._pool.allocate(num_pages, sequence.owner, PageState.USED)
+        self._pool.adopt(found, sequence.owner)
+        fresh = self._pool.allocate(num_pages - len(found), sequence.owner, PageState.USED)
+        sequence.page_ids = found + fresh
+        sequence.start_behind(len(found) * self._layout.page_size)
         return True
+
+    def publish(self, sequence: PrefillSequence) -> None:
+        """Let other prompts share the full pages that are computed. Lent ones are decode's, which publishes them itself."""
+        if not sequence.is_local:
+            num_full = min(sequence.num_computed // self._layout.page_size, len(sequence.page_hashes))
+            self._pool.publish(sequence.page_hashes[:num_full], sequence.page_ids[:num_full], sequence.owner)
+
+    def distrust(self, sequence: PrefillSequence) -> None:
+        """Something went wrong in these pages: nobody else begins with them."""
+        self._pool.forget(sequence.page_ids)
 
     def borrow(self, sequence: PrefillSequence) -> None:
         """The lent pages, to be asked for before each step, since a call in between may have released the reservation or given

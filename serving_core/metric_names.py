@@ -20,6 +20,8 @@ KV_CACHE_USAGE_PERC = PREFIX + "kv_cache_usage_perc"
 NUM_PREEMPTIONS_TOTAL = PREFIX + "num_preemptions_total"
 PROMPT_TOKENS_TOTAL = PREFIX + "prompt_tokens_total"
 GENERATION_TOKENS_TOTAL = PREFIX + "generation_tokens_total"
+PREFIX_CACHE_QUERIES_TOTAL = PREFIX + "prefix_cache_queries_total"
+PREFIX_CACHE_HITS_TOTAL = PREFIX + "prefix_cache_hits_total"
 PAGES = PREFIX + "pages"
 KV_TRANSFER_BYTES_TOTAL = PREFIX + "kv_transfer_bytes_total"
 KV_TRANSFER_STREAMS_TOTAL = PREFIX + "kv_transfer_streams_total"
@@ -62,10 +64,20 @@ class WorkerMetric:
 WORKER_METRICS = (
     WorkerMetric(name=NUM_REQUESTS_RUNNING, kind="gauge", documentation="Sequences being computed."),
     WorkerMetric(name=NUM_REQUESTS_WAITING, kind="gauge", documentation="Sequences waiting for their first step."),
-    WorkerMetric(name=KV_CACHE_USAGE_PERC, kind="gauge", documentation="Share of KV pages that are not free, 0 to 1."),
+    WorkerMetric(
+        name=KV_CACHE_USAGE_PERC, kind="gauge", documentation="Share of KV pages that are neither free nor cached, 0 to 1."
+    ),
     WorkerMetric(name=NUM_PREEMPTIONS_TOTAL, kind="counter", documentation="Sequences that had to give their pages up."),
     WorkerMetric(name=PROMPT_TOKENS_TOTAL, kind="counter", documentation="Prompt tokens computed."),
     WorkerMetric(name=GENERATION_TOKENS_TOTAL, kind="counter", documentation="Tokens generated."),
+    WorkerMetric(
+        name=PREFIX_CACHE_QUERIES_TOTAL, kind="counter", documentation="Prompt tokens looked for in the prefix cache."
+    ),
+    WorkerMetric(
+        name=PREFIX_CACHE_HITS_TOTAL,
+        kind="counter",
+        documentation="Prompt tokens found there: not computed by prefill, not sent to decode.",
+    ),
     WorkerMetric(
         name=PAGES,
         kind="gauge",

@@ -61,10 +61,14 @@ def make_request(
     ignore_eos: bool = False,
     stop_token_ids: tuple[int, ...] = (),
     output_token_ids: tuple[int, ...] = (),
+    prompt_token_ids: tuple[int, ...] | None = None,
+    cache_salt: bytes = b"",
 ) -> GenerateRequest:
+    """Of a prompt of its own unless ``prompt_token_ids`` is given."""
+    own_prompt = make_prompt(num_prompt_tokens, first=zlib.crc32(name.encode()) % NUM_TOKENS)
     return GenerateRequest(
         key=SequenceKey(RequestId(name)),
-        prompt_token_ids=make_prompt(num_prompt_tokens, first=zlib.crc32(name.encode()) % NUM_TOKENS),
+        prompt_token_ids=own_prompt if prompt_token_ids is None else prompt_token_ids,
         sampling=SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0,
@@ -73,6 +77,7 @@ def make_request(
             stop_token_ids=stop_token_ids,
         ),
         output_token_ids=output_token_ids,
+        cache_salt=cache_salt,
     )
 
 
@@ -170,18 +175,20 @@ class FakeHandoff:
         assert [ordinal for ordinal, _ in pages] == list(range(first, first + len(pages)))
         self.pages.extend(pages)
 
-    def finish(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def finish(self, token_id: int, logprobs: TokenLogprobs | None, *, num_cached_tokens: int = 0) -> None:
         assert not self.is_cancelled
         assert self.commit is None, "a hand-off finishes once"
         first_page = self.ticket.num_cached_tokens // LAYOUT.page_size
         assert len(self.pages) == LAYOUT.num_pages_for(self.ticket.num_prompt_tokens) - first_page
-        self.commit = make_commit(self.ticket, token_id, logprobs=logprobs)
+        self.commit = make_commit(self.ticket, token_id, logprobs=logprobs, num_cached_tokens=num_cached_tokens)
 
     def cancel(self) -> None:
         self.is_cancelled = True
 
 
-def make_commit(ticket: TransferTicket, token_id: int, *, logprobs: TokenLogprobs | None = None) -> HandoffCommit:
+def make_commit(
+    ticket: TransferTicket, token_id: int, *, logprobs: TokenLogprobs | None = None, num_cached_tokens: int = 0
+) -> HandoffCommit:
     return HandoffCommit(
         reservation_id=ticket.reservation_id,
         key=ticket.key,
@@ -189,6 +196,7 @@ def make_commit(ticket: TransferTicket, token_id: int, *, logprobs: TokenLogprob
         token_id=token_id,
         logprobs=logprobs,
         num_bytes_sent=(ticket.num_prompt_pages - ticket.first_page) * ticket.layout.page_bytes,
+        num_cached_tokens=num_cached_tokens,
     )
 
 
@@ -203,12 +211,12 @@ def make_segment(ticket: TransferTicket, ordinal: int, payload: bytes | memoryvi
 
 
 def prompt_segments(ticket: TransferTicket, request: GenerateRequest) -> list[Segment]:
-    """The prompt's pages as an honest prefill worker sends them."""
+    """The prompt's pages as an honest prefill worker sends them: those that decode has not cached."""
     cache = FakeCache(ticket.num_prompt_pages)
     page_ids = [PageId(number) for number in range(ticket.num_prompt_pages)]
     for position, token_id in enumerate(request.prompt_token_ids):
         cache.put_key(page_ids, position, token_id)
-    return [make_segment(ticket, ordinal, cache.page_memory(PageId(ordinal))) for ordinal in page_ids]
+    return [make_segment(ticket, ordinal, cache.page_memory(ordinal)) for ordinal in page_ids[ticket.first_page :]]
 
 
 def step(phase: Phase, runner: FakeRunner, clock: Clock) -> StepPlan | None:
@@ -232,6 +240,7 @@ class DecodeSide:
         max_waiting: int = 16,
         max_replay_tokens: int = 5,
         eos: frozenset[int] = frozenset(),
+        has_prefix_cache: bool = False,
         name: str = "decode-0",
         incarnation: str = "d0",
     ) -> None:
@@ -257,6 +266,7 @@ class DecodeSide:
             max_waiting=max_waiting,
             max_replay_tokens=max_replay_tokens,
             new_reservation_id=self._new_id,
+            has_prefix_cache=has_prefix_cache,
         )
 
     def _new_id(self) -> ReservationId:
@@ -306,6 +316,7 @@ class PrefillSide:
         max_num_batched_tokens: int = 8,
         max_num_seqs: int = 8,
         eos: frozenset[int] = frozenset(),
+        has_prefix_cache: bool = False,
         beside: DecodeSide | None = None,
     ) -> None:
         self.clock = clock or (beside.clock if beside else ManualClock())
@@ -326,6 +337,7 @@ class PrefillSide:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             local_decode=local_decode,
+            has_prefix_cache=has_prefix_cache,
         )
 
     def admit(self, request: GenerateRequest, ticket: TransferTicket) -> FakeHandoff:

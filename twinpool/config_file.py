@@ -30,7 +30,8 @@ class UnknownKey(ConfigError):
 def read_config_file(path: Path, *, flags: Mapping[str, bool]) -> ConfigFile:
     """Read the file. ``flags`` are the known names without dashes, True for one that takes a value.
 
-    A key with no value, or null, is as good as absent. Raises ``UnknownKey``, and ``ConfigError`` with what is wrong and where.
+    A key with no value, or null, is as good as absent, and so is a switch that is false, unless there is one for its opposite:
+    ``enable-x`` and ``no-enable-x``. Raises ``UnknownKey``, and ``ConfigError`` with what is wrong and where.
     """
     arguments: list[str] = []
     model: str | None = None
@@ -45,6 +46,8 @@ def read_config_file(path: Path, *, flags: Mapping[str, bool]) -> ConfigFile:
             arguments.append(f"--{key}={_text(value, key, path)}")
         elif value is True:
             arguments.append(f"--{key}")
+        elif value is False and (opposite := key.replace("enable-", "no-enable-", 1)) in flags and opposite != key:
+            arguments.append(f"--{opposite}")
         elif value is not False:
             raise ConfigError(f"{key} in {path} is {value!r}, but must be true or false")
     return ConfigFile(arguments=tuple(arguments), model=model)

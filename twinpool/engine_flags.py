@@ -34,6 +34,7 @@ class EngineFlags:
     quantization: Quantization
     quantization_flag: str
     enforce_eager: bool
+    enable_prefix_caching: bool
     kv_cache_dtype: KVDType
     block_size: int | None
     max_model_len: int | None
@@ -99,9 +100,21 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         )
         eager_help = "compute with torch's own operators, one by one: no native kernels, no CUDA graphs"
         group.add_argument(f"--{prefix}enforce-eager", action="store_true", help=eager_help if is_listed else argparse.SUPPRESS)
+        _add_prefix_caching(group, prefix)
         for flag in _FLAGS:
             text = _help_of(flag) if is_listed else argparse.SUPPRESS
             group.add_argument(f"--{prefix}{flag.name}", type=_parser_of(flag), metavar="N", help=text)
+
+
+def _add_prefix_caching(group: argparse._ArgumentGroup, prefix: str) -> None:
+    for no, text in (("", "keep pages of prompts and answers for prompts that begin alike (default)"), ("no-", "keep none")):
+        group.add_argument(
+            f"--{prefix}{no}enable-prefix-caching",
+            dest=f"{prefix.replace('-', '_')}enable_prefix_caching",
+            action="store_false" if no else "store_true",
+            default=None,
+            help=argparse.SUPPRESS if prefix else text,
+        )
 
 
 def engine_flags_of(flags: argparse.Namespace, phase: PhaseName, *, has_gpu: bool) -> EngineFlags:
@@ -120,9 +133,16 @@ def engine_flags_of(flags: argparse.Namespace, phase: PhaseName, *, has_gpu: boo
         quantization=Quantization(quantization),
         quantization_flag=f"--{phase.value}-quantization" if own_quantization else "--quantization",
         enforce_eager=getattr(flags, f"{phase.value}_enforce_eager") or flags.enforce_eager,
+        enable_prefix_caching=_enable_prefix_caching(flags, phase),
         kv_cache_dtype=_kv_cache_dtype(flags, phase, KVDType(dtype)),
         **values,
     )
+
+
+def _enable_prefix_caching(flags: argparse.Namespace, phase: PhaseName) -> bool:
+    own: bool | None = getattr(flags, f"{phase.value}_enable_prefix_caching")
+    common: bool | None = flags.enable_prefix_caching
+    return next((wish for wish in (own, common) if wish is not None), True)
 
 
 def _kv_cache_dtype(flags: argparse.Namespace, phase: PhaseName, dtype: KVDType) -> KVDType:

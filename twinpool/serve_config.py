@@ -128,6 +128,8 @@ def _check_phases_agree(prefill: EngineFlags, decode: EngineFlags, *, is_colocat
 
 
 def _word(value: KVDType | int | None) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return "the default" if value is None else as_word(value)
 
 

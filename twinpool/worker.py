@@ -80,6 +80,7 @@ class Worker:
         )
         self._clock = clock
         self._lease_s = engine.lease_s
+        self._has_prefix_cache = engine.has_prefix_cache
         self._rules = TokenRules(
             eos_token_ids=loaded.eos_token_ids, num_tokens=loaded.config.num_tokens, max_model_len=max_model_len
         )
@@ -156,6 +157,7 @@ class Worker:
             lease_s=self._lease_s,
             max_num_seqs=self.hello.max_num_seqs,
             new_reservation_id=lambda: ReservationId(uuid.uuid4().hex),
+            has_prefix_cache=self._has_prefix_cache,
         )
 
     def _make_prefill_phase(self) -> PrefillPhase:
@@ -170,6 +172,7 @@ class Worker:
             max_num_batched_tokens=self.hello.max_prefill_tokens_per_step,
             max_num_seqs=self.hello.max_num_seqs,
             local_decode=self._decode,
+            has_prefix_cache=self._has_prefix_cache,
         )
 
     def _serve_decode(self, phase: DecodePhase, way: TransferWay) -> PageServices:
@@ -194,7 +197,7 @@ class Worker:
         num_waiting = sum(status.num_waiting for status in statuses)
         if num_running == num_waiting == 0:
             self._pool.check()  # it walks every page, which only an idle worker has time for
-            assert self._pool.num_free == self._pool.num_pages, "a page is held though no phase holds a sequence"
+            assert self._pool.num_available == self._pool.num_pages, "a page is held though no phase holds a sequence"
         counts = WorkerCounts(
             statuses=statuses,
             counters=[phase.counters for phase in (self._decode, self._prefill) if phase is not None],

@@ -78,14 +78,20 @@ def _plain_value(name: str, counts: WorkerCounts) -> float:
     return {
         names.NUM_REQUESTS_RUNNING: sum(status.num_running for status in counts.statuses),
         names.NUM_REQUESTS_WAITING: sum(status.num_waiting for status in counts.statuses),
-        names.KV_CACHE_USAGE_PERC: 1 - counts.pages[PageState.FREE] / sum(counts.pages.values()),
+        names.KV_CACHE_USAGE_PERC: 1 - _num_available_pages(counts) / sum(counts.pages.values()),
         names.NUM_PREEMPTIONS_TOTAL: sum(counters.num_preemptions for counters in counts.counters),
         names.PROMPT_TOKENS_TOTAL: sum(counters.num_prompt_tokens for counters in counts.counters),
         names.GENERATION_TOKENS_TOTAL: sum(counters.num_generation_tokens for counters in counts.counters),
+        names.PREFIX_CACHE_QUERIES_TOTAL: sum(counters.num_prefix_queries for counters in counts.counters),
+        names.PREFIX_CACHE_HITS_TOTAL: sum(counters.num_prefix_hits for counters in counts.counters),
         names.KV_TRANSFER_BYTES_TOTAL: sum(counters.num_kv_bytes for counters in counts.counters)
         + counts.handoffs.num_bytes_sent,
         names.LEASE_EXPIRED_TOTAL: sum(counters.num_leases_expired for counters in counts.counters),
     }[name]
+
+
+def _num_available_pages(counts: WorkerCounts) -> int:
+    return counts.pages[PageState.FREE] + counts.pages[PageState.CACHED]
 
 
 def _sample(name: str, value: float, **labels: str) -> MetricSample:

@@ -131,7 +131,7 @@ ALL = [(ordinal, offset, size) for ordinal in (1, 2, 3) for offset, size in ((0,
 async def test_pages_are_cut_into_views_of_the_pool() -> None:
     house = House()
     house.handoff.offer(PAGES)
-    house.handoff.finish(7, TokenLogprobs(logprob=-0.5))
+    house.handoff.finish(7, TokenLogprobs(logprob=-0.5), num_cached_tokens=2)
     await house.handoff.run()
     assert house.written == ALL
     assert all(segment.payload.obj is house.source.memory for segment in house.transport.written)
@@ -144,6 +144,7 @@ async def test_pages_are_cut_into_views_of_the_pool() -> None:
             token_id=7,
             logprobs=TokenLogprobs(logprob=-0.5),
             num_bytes_sent=3 * 64,
+            num_cached_tokens=2,
         )
     ]
     assert house.handoff.state is HandoffState.COMMITTED

@@ -165,12 +165,12 @@ def test_abort_releases_from_every_state_and_is_idempotent(state: str) -> None:
 def test_pages_wait_for_a_cancelled_handoff_that_may_still_read_them(state: str) -> None:
     prefill = PrefillSide()
     handoff = STATES[state](prefill)
-    num_held = prefill.pool.num_pages - prefill.pool.num_free
+    num_held = prefill.pool.num_pages - prefill.pool.num_available
     prefill.phase.abort(REQUEST.key, 1)
     if handoff.has_ended:
         assert_no_leaks(prefill.pool)
     else:
-        assert prefill.pool.num_pages - prefill.pool.num_free == num_held
+        assert prefill.pool.num_pages - prefill.pool.num_available == num_held
         assert prefill.phase.status().num_running == 1
         prefill.end_handoff(handoff, None)
         assert_no_leaks(prefill.pool)
@@ -194,12 +194,12 @@ def test_the_end_of_the_lease_releases_from_every_state_and_is_told_once(state: 
 def test_a_lease_that_is_renewed_keeps_the_pages(state: str) -> None:
     prefill = PrefillSide()
     STATES[state](prefill)
-    num_free = prefill.pool.num_free
+    num_free = prefill.pool.num_available
     for _ in range(4):
         prefill.clock.advance(LEASE_S - 1)
         prefill.phase.renew(frozenset({REQUEST.key, make_request(name="unknown").key}))
         assert prefill.phase.expire(prefill.clock.now()) == prefill.clock.now() + LEASE_S
-    assert prefill.pool.num_free == num_free
+    assert prefill.pool.num_available == num_free
 
 
 @in_every_state
@@ -258,7 +258,7 @@ def test_when_the_reservation_is_gone_prefill_stops_and_keeps_its_pages(error: R
     assert prefill.step() is None
     (failure,) = prefill.sink.failures
     assert (failure.kind, failure.message) == (FailureKind.HANDOFF, str(error))
-    assert prefill.pool.num_pages - prefill.pool.num_free == NUM_PAGES
+    assert prefill.pool.num_pages - prefill.pool.num_available == NUM_PAGES
     prefill.phase.abort(REQUEST.key, 1)
     assert_no_leaks(prefill.pool)
 

@@ -92,7 +92,7 @@ def test_pages_come_with_the_start_and_for_the_whole_prompt() -> None:
     prefill = PrefillSide(max_num_batched_tokens=4)
     start(prefill, make_request(11, name="a"))
     start(prefill, make_request(5, name="b"))
-    assert prefill.pool.num_free == 16
+    assert prefill.pool.num_available == 16
     assert prefill.phase.status().num_waiting == 2
     prefill.step()
     assert prefill.pool.counts()[PageState.USED] == 3

@@ -170,6 +170,20 @@ def test_each_phase_may_be_eager() -> None:
     assert eager("--decode-enforce-eager", "--colocated") == (False, True)
 
 
+def test_each_phase_may_keep_prefixes(capsys: pytest.CaptureFixture[str]) -> None:
+    def is_on(*argv: str) -> tuple[bool, bool]:
+        config = config_of(*argv)
+        return config.prefill.enable_prefix_caching, config.decode.enable_prefix_caching
+
+    assert is_on() == (True, True)
+    assert is_on("--no-enable-prefix-caching") == (False, False)
+    assert is_on("--no-enable-prefix-caching", "--enable-prefix-caching") == (True, True)
+    assert is_on("--decode-no-enable-prefix-caching") == (True, False)
+    assert is_on("--no-enable-prefix-caching", "--prefill-enable-prefix-caching") == (True, False)
+    error = refusal_of(capsys, "serve", "--colocated", "--decode-no-enable-prefix-caching")
+    assert "--prefill-enable-prefix-caching and --decode-enable-prefix-caching differ, on and off" in error
+
+
 def test_an_eager_phase_takes_no_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--dtype", "bfloat16", "--decode-enforce-eager", "--decode-quantization", "int4")
     error = refusal_of(capsys, "serve", "--port", "0", *argv)

@@ -48,6 +48,20 @@ def test_switches_and_nothing(tmp_path: Path, served: list[ServeConfig]) -> None
     assert [config.is_colocated for config in served] == [True, False, False, False, False]
 
 
+def test_a_switch_that_is_false_is_its_opposite_where_there_is_one(tmp_path: Path, served: list[ServeConfig]) -> None:
+    for text in (
+        "enable-prefix-caching: false",
+        "no-enable-prefix-caching: true",
+        "prefill-enable-prefix-caching: false",
+        "no-enable-prefix-caching: false",
+        "enable-prefix-caching: true",
+    ):
+        assert serve(tmp_path, text) == 0
+    assert serve(tmp_path, "enable-prefix-caching: false", "--enable-prefix-caching") == 0
+    on = [(config.prefill.enable_prefix_caching, config.decode.enable_prefix_caching) for config in served]
+    assert on == [(False, False), (False, False), (False, True), (True, True), (True, True), (True, True)]
+
+
 def test_the_model(tmp_path: Path, served: list[ServeConfig]) -> None:
     model = tmp_path / "mine.gguf"
     model.touch()

@@ -51,16 +51,22 @@ def test_phases_are_summed() -> None:
             ],
             counters=[
                 PhaseCounters(
-                    num_generation_tokens=10, num_kv_bytes=40, num_leases_expired=1, refusals=Counter({RefusalCode.DRAINING: 4})
+                    num_generation_tokens=10,
+                    num_kv_bytes=40,
+                    num_leases_expired=1,
+                    num_prefix_queries=5,
+                    refusals=Counter({RefusalCode.DRAINING: 4}),
                 ),
                 PhaseCounters(
                     num_generation_tokens=2,
                     num_prompt_tokens=50,
+                    num_prefix_queries=80,
+                    num_prefix_hits=30,
                     num_leases_expired=2,
                     refusals=Counter({RefusalCode.DRAINING: 1, RefusalCode.TOO_LARGE: 1}),
                 ),
             ],
-            pages=pages(free=6, used=1, sending=1),
+            pages=pages(free=4, cached=2, used=1, sending=1),
             refused_writes=Counter({RefusalCode.STALE_ATTEMPT: 5}),
             handoffs=handoffs,
             page_streams={"shared_memory": 7},
@@ -74,6 +80,8 @@ def test_phases_are_summed() -> None:
         "num_preemptions_total": 0,
         "prompt_tokens_total": 50,
         "generation_tokens_total": 12,
+        "prefix_cache_queries_total": 85,
+        "prefix_cache_hits_total": 30,
         "kv_transfer_bytes_total": 340,
         "kv_transfer_seconds_sum": 99.02,
         "kv_transfer_seconds_count": 2,

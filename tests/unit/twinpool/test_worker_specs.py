@@ -122,6 +122,13 @@ def test_flags_reach_the_phase_they_name() -> None:
     assert {spec.model_name for spec in specs.values()} == {"mine"}
 
 
+def test_each_worker_knows_whether_it_keeps_prefixes() -> None:
+    assert [spec.engine.has_prefix_cache for spec in specs_of().values()] == [True, True]
+    specs = specs_of("--prefill-no-enable-prefix-caching")
+    assert [specs[name].engine.has_prefix_cache for name in ("prefill-0", "decode-0")] == [False, True]
+    assert not specs_of("--colocated", "--no-enable-prefix-caching")["colocated-0"].engine.has_prefix_cache
+
+
 def test_each_phase_has_pages_of_its_own_size() -> None:
     specs = specs_of("--prefill-block-size", "16", "--decode-block-size", "32")
     assert [specs[name].engine.page_size for name in ("prefill-0", "decode-0")] == [16, 32]
