@@ -9,6 +9,7 @@ second: at once; 5. HTTP, workers, Ray and their files are gone.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -129,6 +130,7 @@ class Server:
         await pools.start(specs, places)
         await pools.wait_ready()
         await router.wait_ready()
+        gc.freeze()  # what is there stays: looking through it again and again would hold up tokens
         _log.info("ready after %.1f s: %s", time.monotonic() - began_at, ", ".join(spec.worker_id for spec in specs))
         await pools.watch()
 
