@@ -34,11 +34,6 @@ class StreamCredits:
         return self._num_written
 
     @property
-    def is_used_up(self) -> bool:
-        """No further segment may be under way before the next answer."""
-        return self._num_written - self._num_accepted >= self._max_unanswered_segments
-
-    @property
     def is_settled(self) -> bool:
         """Everything written was accepted and nothing has gone wrong."""
         return self._error is None and self._num_accepted == self._num_written
@@ -55,7 +50,7 @@ class StreamCredits:
 
     async def wait_for_credit(self) -> None:
         """Returns once one more segment may be under way. Raises ``Refused`` or ``WorkerLost``."""
-        while self.is_used_up:
+        while self._num_written - self._num_accepted >= self._max_unanswered_segments:
             await self._wait_for_answer()
         self.raise_error()
 

@@ -227,20 +227,17 @@ class _Pair:
         return self._credits.is_broken
 
     async def write(self, segment: Segment) -> None:
-        if self._credits.is_used_up:
-            self._has_news.set()
         await self._credits.wait_for_credit()
         self.group.fill(self._credits.num_written, segment.payload)
         header = encode_header(segment)  # after the copy, which has brought the payload into the cache
         self._credits.use()
         self._unannounced.append(header)
         self._lengths.append(segment.payload.nbytes)
+        self._has_news.set()
         if len(self._unannounced) >= SEGMENTS_AT_ONCE:
-            self._has_news.set()
-            await asyncio.sleep(0)  # so that they go now, and not when the credits are used up
+            await asyncio.sleep(0)  # so that they go now, and not when the sender has to wait
 
     async def flush(self) -> None:
-        self._has_news.set()
         await self._credits.wait_until_accepted()
 
     async def release(self) -> None:
@@ -257,8 +254,6 @@ class _Pair:
             while True:
                 await self._has_news.wait()
                 self._has_news.clear()
-                if not self._unannounced:
-                    continue
                 headers, lengths, first = self._unannounced, self._lengths, self._num_announced
                 self._unannounced, self._lengths = [], []
                 self._num_announced += len(headers)
