@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +9,7 @@ from torch import Tensor
 from llm_engine.cuda.device_memory import room_for
 from llm_engine.cuda.staged_bytes import StagedBytes
 from llm_engine.device import CPU
+from llm_engine.huge_pages import huge_pages
 from llm_engine.kv_numbers import dequantize, quantize, to_cache_type
 from serving_core.byte_stride import ByteStride
 from serving_core.ids import PageId
@@ -60,6 +58,10 @@ class KVCache:
         """Belongs to nobody; what is in it are finite numbers without meaning."""
         assert len(self._pages) > self.num_pages, "the cache was made with a spare page"
         return PageId(self.num_pages)
+
+    def max_row_pages(self, max_model_len: int) -> int:
+        """The most pages that a sequence of a model with this window may have."""
+        return min(self.num_pages, self.layout.num_pages_for(max_model_len))
 
     def clear(self, page_id: PageId) -> None:
         """Make all of the page zeros."""
@@ -115,14 +117,4 @@ def _memory(num_bytes: int, device: torch.device) -> Tensor:
     if device != CPU:
         with room_for(device, num_bytes, "the KV cache takes", "give a smaller --kv-cache-memory-bytes"):
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    memory = torch.frombuffer(_host_memory(num_bytes), dtype=torch.uint8)
-    return memory.zero_()
-
-
-def _host_memory(num_bytes: int) -> mmap.mmap:
-    """In huge pages where the system has them: a long sequence's pages lie all over the cache, and finding the memory of each
-    takes as long as reading it otherwise."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    return huge_pages(num_bytes).zero_()  # a long sequence's pages lie all over the cache

@@ -88,7 +88,7 @@ def _native_forward(
     eager = EagerForward(decoder, attention, row_multiple=1)
     if max_recorded_rows == 0 or config.experts is not None:  # which experts compute is only known within the step
         return eager
-    max_row_pages = min(cache.num_pages, cache.layout.num_pages_for(config.max_model_len))
+    max_row_pages = cache.max_row_pages(config.max_model_len)
     return RecordedForward(decoder, attention, library, max_tokens=max_recorded_rows, max_row_pages=max_row_pages, eager=eager)
 
 

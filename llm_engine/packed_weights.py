@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ from llm_engine.native.packed_weight import PackedWeight, pack_bfloat16, pack_in
 from llm_engine.rms_norm import NativeRmsNorm
 from llm_engine.tensor_reader import TensorReader
 from llm_engine.weight_form import WeightForm
+from llm_engine.weight_memory import WeightMemory
 from llm_engine.weight_plan import WeightPlan
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class PackedWeights:
         self._library = library
         self._config = reader.checkpoint.config
         self._matrices = decoder_matrices(self._config)
+        self._memory = WeightMemory()
         self.num_bytes = 0
         self._head = self._packed(self._matrices[HEAD_MATRIX])
 
@@ -70,7 +73,8 @@ class PackedWeights:
             )
             packed = (pack_int4 if form is WeightForm.INT4 else pack_int8)(q, scale, zero)
         self.num_bytes += packed.nbytes
-        return packed
+        scales = None if packed.scales is None else self._memory.copy(packed.scales)
+        return replace(packed, data=self._memory.copy(packed.data), scales=scales)
 
     def _kept(self, tensor: Tensor) -> Tensor:
         self.num_bytes += tensor.nbytes

@@ -32,7 +32,6 @@ class RecordedForward:
         self._decoder = decoder
         self._attention = attention
         self._library = library
-        self._max_tokens = max_tokens
         self._eager = eager
         nothing = torch.zeros(max_tokens, dtype=torch.int64)
         # The inputs, and what the layers add to and leave: the recorded calls hold their addresses.
@@ -43,11 +42,10 @@ class RecordedForward:
             summed, self._fed = decoder.layers(self._x, self._rotations, attention.step_at(self._places))
         assert summed is self._x, "the layers add where their input lies"
 
-    @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         token_ids = torch.tensor(token_ids_of(plan.rows))
         num_tokens = len(token_ids)
-        if num_tokens > self._max_tokens:
+        if num_tokens > self._recording.max_tokens:
             return self._eager.logits(plan)
         rows = attention_rows(plan.rows)
         self._attention.enter(rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import socket
 import sys
@@ -135,6 +136,7 @@ class Server:
         await pools.start(specs, places)
         await pools.wait_ready()
         await router.wait_ready()
+        gc.freeze()  # what is there stays: looking through it again and again would hold up tokens
         _log.info("ready after %.1f s: %s", time.monotonic() - began_at, ", ".join(spec.worker_id for spec in specs))
         await pools.watch()
 

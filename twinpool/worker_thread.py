@@ -4,6 +4,7 @@ whatever holds a process (an actor, a test) can hold a worker."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import threading
@@ -76,6 +77,7 @@ class WorkerThread:
             self._thread.join(STOP_TIMEOUT_S)
 
     def _run(self) -> None:
+        gc.disable()  # while modules and the model come, of which nothing is garbage
         try:
             # a thread of its own, since without privileges a lowered priority cannot be raised again
             with ThreadPoolExecutor(max_workers=1, initializer=_lower_priority) as loader:
@@ -85,6 +87,8 @@ class WorkerThread:
             self._finish_start(error)
         except BaseException as error:
             crash(error)
+        finally:
+            gc.enable()
 
     def _load(self) -> LoadedModel:
         engine = self._spec.engine
@@ -119,6 +123,8 @@ class WorkerThread:
         requested = asyncio.Event()
         self._stop = (asyncio.get_running_loop(), requested)
         async with Worker.running(self._spec, loaded, on_crash=crash):
+            gc.freeze()  # what is there stays: looking through it again and again would hold up tokens
+            gc.enable()
             self._finish_start(None)
             await requested.wait()
 

@@ -48,7 +48,7 @@ def cuda_forward(
     eager = EagerForward(decoder, attention, row_multiple=1)
     if phase is not PhaseName.DECODE:
         return eager
-    num_table_pages = min(cache.num_pages, cache.layout.num_pages_for(config.max_model_len))
+    num_table_pages = cache.max_row_pages(config.max_model_len)
     forward = BucketForward(decoder, attention, cache, num_table_pages=num_table_pages, ragged=eager)
     if config.experts is not None:
         _log.info("decode steps are not captured: which experts compute is only known within the step")

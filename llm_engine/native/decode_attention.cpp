@@ -39,9 +39,9 @@ struct Problem {
     float scale;
 };
 
-// Keys begin to end, of one chunk, of a token.
+// Keys begin to end, of one chunk, of a token; what it gives is the part of this number.
 struct Piece {
-    int64_t token, begin, end;
+    int64_t token, begin, end, part;
 };
 
 // What a thread computes with, for num_heads heads on num_kv_heads key-value heads.
@@ -288,15 +288,15 @@ void sum_group(const Problem<Number>& p, int64_t group, const Rows<Number>& rows
 // Memory is the bottleneck, and so is asked for well before it is needed, without a pause: the values of a piece while its keys
 // are scored, the keys of the next piece while its values are summed.
 template <class Number>
-void attend_piece(const Problem<Number>& p, const Piece& piece, const Piece& next_piece, int64_t kv_head, int64_t num_kv_heads,
-                  Scratch& scratch, float* memory) {
+void attend_piece(const Problem<Number>& p, const Piece& piece, int64_t kv_head, const Piece& next_piece, int64_t next_kv_head,
+                  int64_t num_kv_heads, Scratch& scratch, float* memory) {
     const int64_t group = p.num_heads / p.num_kv_heads, count = piece.end - piece.begin, part_size = Part::size(p.head_dim);
     const int64_t first_head = kv_head * group, num_heads = num_kv_heads * group;
     const uint16_t* query = p.query + (piece.token * p.num_heads + first_head) * p.head_dim;
     const auto scores = scratch.scores;
     const auto weights = scratch.weights;
     Part* parts = scratch.parts.data();
-    const Rows<Number> rows(p, piece, kv_head), next(p, next_piece, kv_head);
+    const Rows<Number> rows(p, piece, kv_head), next(p, next_piece, next_kv_head);
     if (has_scales<Number>) {
         gather_scales(p, piece, kv_head, num_kv_heads, scratch.key_scales, scratch.value_scales);
         make_integers(p, query, num_heads, scratch);
@@ -350,9 +350,14 @@ void attend(const Problem<Number>& p) {
         const int64_t end = p.num_keys[token], begin = std::max<int64_t>(0, end - p.window);
         first_pieces[token] = pieces.size();
         for (int64_t k = begin / kChunk * kChunk; k < end; k += kChunk)
-            pieces.push_back({token, std::max(k, begin), std::min(k + kChunk, end)});
+            pieces.push_back({token, std::max(k, begin), std::min(k + kChunk, end), (int64_t)pieces.size()});
     }
     first_pieces[p.num_tokens] = pieces.size();
+    // Threads take them in turn, the longest first. So their shares are equal, and none follows a shorter one, which would not
+    // leave the time to bring its keys.
+    std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& one, const Piece& other) {
+        return one.end - one.begin > other.end - other.begin;
+    });
     const int64_t group = p.num_heads / p.num_kv_heads, part_size = Part::size(p.head_dim);
     // A key-value head is a task, or where that leaves enough for every thread, as many as fit: they lie side by side.
     const int64_t num_pieces = pieces.size(), num_fitting = std::min(p.num_kv_heads, std::max<int64_t>(1, kMaxHeads / group));
@@ -362,11 +367,14 @@ void attend(const Problem<Number>& p) {
 #pragma omp parallel if (num_tasks > 1)
     {
         Scratch scratch(num_together * group, num_together, p.head_dim);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static, 1)
         for (int64_t task = 0; task < num_tasks; task++) {
-            const int64_t piece = task / num_bundles, kv_head = task % num_bundles * num_together;
-            attend_piece(p, pieces[piece], pieces[std::min(piece + 1, num_pieces - 1)], kv_head,
-                         std::min(num_together, p.num_kv_heads - kv_head), scratch, &parts[piece * p.num_heads * part_size]);
+            const int64_t next = std::min(task + omp_get_num_threads(), num_tasks - 1);
+            const Piece& piece = pieces[task / num_bundles];
+            const int64_t kv_head = task % num_bundles * num_together, next_kv_head = next % num_bundles * num_together;
+            attend_piece(p, piece, kv_head, pieces[next / num_bundles], next_kv_head,
+                         std::min(num_together, p.num_kv_heads - kv_head), scratch,
+                         &parts[piece.part * p.num_heads * part_size]);
         }
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < p.num_tokens * p.num_heads; task++) {

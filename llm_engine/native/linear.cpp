@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 
 #include "packed_layout.h"
 
@@ -16,6 +17,7 @@ namespace {
 constexpr int kTileBlocks = 2;  // channels are padded to whole tiles of so many blocks of 16
 constexpr int kRows = 6;  // rows computed together for a tile, at most: what the registers hold
 constexpr int64_t kBandRows = 16 * kRows;  // rows of a tile that go to one thread: enough for the tile's weights to pay
+constexpr int kManyRows = 2 * kRows;  // above so many, Int8 weights are unpacked once for all; Int4 costs next to nothing anyway
 constexpr int kFewRows = 2;  // up to so many are computed for two tiles together: sums that do not wait for one another
 
 // A 16-bit lane of register r holds four weights, those of pairs 4r to 4r + 3 from its low bits up.
@@ -46,11 +48,19 @@ struct Int8 {
     static constexpr int kBytes = kLanes * kGroup;
     static constexpr bool kHasScales = true;
 
+    __m512i upper_halves;  // those of 32 floats: the bfloat16 of an integer of eight bits, exactly
+
+    Int8() {
+        alignas(64) bf16 places[32];
+        for (int i = 0; i < 32; i++) places[i] = 2 * i + 1;
+        upper_halves = _mm512_load_si512(places);
+    }
+
     __m512bh pair(const uint8_t* group, int index) const {
         const __m128i* bytes = (const __m128i*)(group + index * 2 * kLanes);
         const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
         const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
-        return _mm512_cvtne2ps_pbh(second, first);
+        return (__m512bh)_mm512_permutex2var_epi16((__m512i)first, upper_halves, (__m512i)second);
     }
 };
 
@@ -59,6 +69,11 @@ struct Bfloat16 {
     static constexpr bool kHasScales = false;
 
     __m512bh pair(const uint8_t* group, int index) const { return (__m512bh)_mm512_loadu_si512(group + index * 64); }
+};
+
+// Int8 weights after unpack().
+struct Unpacked : Bfloat16 {
+    static constexpr bool kHasScales = true;
 };
 
 struct Problem {
@@ -72,13 +87,12 @@ struct Problem {
     int64_t num_rows, num_groups, num_channels;
 };
 
-// y for num_rows rows from first_row on and num_blocks blocks of channels from first_block on. In which tile a sum is computed
-// does not change it.
+// y for num_rows rows from first_row on and num_blocks blocks of channels from first_block on, where `weights` begin. In which
+// tile a sum is computed does not change it.
 template <class Form, int num_rows, int num_blocks>
-void compute(const Form& form, const Problem& p, int64_t first_row, int64_t first_block) {
+void compute(const Form& form, const Problem& p, const uint8_t* weights, int64_t first_row, int64_t first_block) {
     const int64_t depth = p.num_groups * kGroup;
     const bf16* x = p.x + first_row * depth;
-    const uint8_t* weights = p.weights + first_block * p.num_groups * Form::kBytes;
     __m512 total[num_rows][num_blocks];
     for (int m = 0; m < num_rows; m++)
         for (int b = 0; b < num_blocks; b++) total[m][b] = _mm512_setzero_ps();
@@ -129,31 +143,39 @@ void compute(const Form& form, const Problem& p, int64_t first_row, int64_t firs
 }
 
 template <class Form>
-void compute(const Form& form, const Problem& p, int64_t row, int64_t num_rows, int64_t tile, int64_t num_tiles) {
+void compute(const Form& form, const Problem& p, const uint8_t* weights, int64_t row, int64_t num_rows, int64_t tile,
+             int64_t num_tiles) {
     const int64_t block = tile * kTileBlocks;
     if (num_tiles == 2) {
-        if (num_rows == 1) return compute<Form, 1, 2 * kTileBlocks>(form, p, row, block);
-        if (num_rows == 2) return compute<Form, 2, 2 * kTileBlocks>(form, p, row, block);
+        if (num_rows == 1) return compute<Form, 1, 2 * kTileBlocks>(form, p, weights, row, block);
+        if (num_rows == 2) return compute<Form, 2, 2 * kTileBlocks>(form, p, weights, row, block);
     }
     switch (num_rows) {
-        case 1: return compute<Form, 1, kTileBlocks>(form, p, row, block);
-        case 2: return compute<Form, 2, kTileBlocks>(form, p, row, block);
-        case 3: return compute<Form, 3, kTileBlocks>(form, p, row, block);
-        case 4: return compute<Form, 4, kTileBlocks>(form, p, row, block);
-        case 5: return compute<Form, 5, kTileBlocks>(form, p, row, block);
-        case 6: return compute<Form, 6, kTileBlocks>(form, p, row, block);
+        case 1: return compute<Form, 1, kTileBlocks>(form, p, weights, row, block);
+        case 2: return compute<Form, 2, kTileBlocks>(form, p, weights, row, block);
+        case 3: return compute<Form, 3, kTileBlocks>(form, p, weights, row, block);
+        case 4: return compute<Form, 4, kTileBlocks>(form, p, weights, row, block);
+        case 5: return compute<Form, 5, kTileBlocks>(form, p, weights, row, block);
+        case 6: return compute<Form, 6, kTileBlocks>(form, p, weights, row, block);
     }
 }
 
 // Some rows for some tiles of channels. Rows are taken in portions that are as equal as can be: a small one costs as much for
 // its weights as a large one.
 template <class Form>
-void compute_band(const Form& form, const Problem& p, int64_t row, int64_t end_row, int64_t tile, int64_t num_tiles) {
+void compute_band(const Form& form, const Problem& p, const uint8_t* weights, int64_t row, int64_t end_row, int64_t tile,
+                  int64_t num_tiles) {
     for (int64_t num_portions = (end_row - row + kRows - 1) / kRows; row < end_row; num_portions--) {
         const int64_t num_rows = (end_row - row + num_portions - 1) / num_portions;
-        compute(form, p, row, num_rows, tile, num_tiles);
+        compute(form, p, weights, row, num_rows, tile, num_tiles);
         row += num_rows;
     }
+}
+
+void unpack(const Int8& form, const uint8_t* weights, int64_t num_groups, __m512i* unpacked) {
+    for (int64_t g = 0; g < num_groups; g++)
+        for (int pair = 0; pair < kPairs; pair++)
+            unpacked[g * kPairs + pair] = (__m512i)form.pair(weights + g * Int8::kBytes, pair);
 }
 
 // What one of the threads does: of all bands of rows for the first tile, then for the next and so on, an equal share.
@@ -162,9 +184,20 @@ void compute_share(const Form& form, const Problem& p, int64_t thread, int64_t n
     const int64_t num_tiles = (p.num_channels + kTileBlocks * kLanes - 1) / (kTileBlocks * kLanes);
     const int64_t num_bands = (p.num_rows + kBandRows - 1) / kBandRows, num_shared = num_tiles * num_bands;
     const int64_t step = p.num_rows <= kFewRows ? 2 : 1, end = num_shared * (thread + 1) / num_threads;
+    const int64_t tile_groups = kTileBlocks * p.num_groups;
+    const bool is_unpacked = std::is_same_v<Form, Int8> && p.num_rows > kManyRows;
+    const std::unique_ptr<__m512i[]> unpacked(is_unpacked ? new __m512i[tile_groups * kPairs] : nullptr);
     for (int64_t i = num_shared * thread / num_threads; i < end; i += step) {
-        const int64_t row = i % num_bands * kBandRows;
-        compute_band(form, p, row, std::min(row + kBandRows, p.num_rows), i / num_bands, std::min(step, end - i));
+        const int64_t tile = i / num_bands, row = i % num_bands * kBandRows, end_row = std::min(row + kBandRows, p.num_rows);
+        const uint8_t* weights = p.weights + tile * tile_groups * Form::kBytes;
+        if constexpr (std::is_same_v<Form, Int8>) {
+            if (is_unpacked) {
+                unpack(form, weights, tile_groups, unpacked.get());
+                compute_band(Unpacked(), p, (const uint8_t*)unpacked.get(), row, end_row, tile, 1);
+                continue;
+            }
+        }
+        compute_band(form, p, weights, row, end_row, tile, std::min(step, end - i));
     }
 }
 

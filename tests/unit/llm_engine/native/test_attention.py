@@ -140,7 +140,7 @@ def test_queries_and_keys_are_rotated_as_torch_rotates_them(
         for each in (library, None)
     )
     (output,), (expected,) = (sequences.step((0, 0, length), rotation=rotation) for sequences in (native, plain))
-    assert torch.allclose(output, expected, atol=TOLERANCE)
+    assert torch.allclose(output, expected, atol=2 * TOLERANCE)  # either may be as far from what is exact
     assert all(map(torch.equal, native.stored(0), plain.stored(0)))
 
 

@@ -146,7 +146,8 @@ def test_whoever_is_killed_while_it_builds_leaves_nothing(
     # 1. The compiler hangs.
     os.mkfifo(tmp_path / "pids")
     use_compiler(_HANGING, str(tmp_path / "pids"))
-    with subprocess.Popen([sys.executable, "-c", _ASK], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    ask = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {_ASK}"  # shells ignore it in background
+    with subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         pids = (tmp_path / "pids").read_text().split()
         assert list(cache.iterdir())
 
