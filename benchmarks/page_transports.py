@@ -1,9 +1,11 @@
-"""Measures how fast pages go from one process's pool to another's, over each page transport and beside a plain copy.
+"""Measures how fast pages go from one process's pool to another's, over each page transport, over gloo alone and beside a plain
+copy.
 
 Two processes on one machine, as two workers are: the sender writes segments of a hand-off's size out of its pool, the receiver
 checks them and copies them into pages of its own. Both pools are larger than the caches and gone through in turn. A transfer
 is one attempt: from opening the stream until everything is accepted. ``memcpy`` is one copy within one process, between such
-pools, with nothing checked.
+pools, with nothing checked. ``gloo`` sends the same segments out of the pool straight into the other one, as many at a time as
+torch_distributed may have under way, with nothing checked or copied besides.
 
     .venv/bin/python -m benchmarks.page_transports                 # prints the table
     .venv/bin/python -m benchmarks.page_transports --rounds 1 --sizes 8
@@ -14,26 +16,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import socket
 import statistics
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import psutil
+import torch
+import torch.distributed
 
 from benchmarks.engines.machine import commit, processor
 from kv_transfer.grpc_page_service import GrpcPageService
 from kv_transfer.grpc_page_transport import GrpcPageTransport
+from kv_transfer.hold_off import HoldOff
 from kv_transfer.outgoing_handoff import MAX_SEGMENT_BYTES
 from kv_transfer.page_transport import PageTransport, Segment
 from kv_transfer.shared_memory_page_service import SharedMemoryPageService
 from kv_transfer.shared_memory_page_transport import SharedMemoryPageTransport
+from kv_transfer.torch_distributed_page_service import TorchDistributedPageService
+from kv_transfer.torch_distributed_page_transport import TorchDistributedPageTransport
+from serving_core.clock import MonotonicClock
 from serving_core.ids import Incarnation, RequestId, ReservationId, SequenceKey, WorkerId
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 from serving_core.rpc.channel import make_server
@@ -44,6 +55,11 @@ MIN_BYTES_PER_ROUND = 256 << 20
 """Of each arm and size, so that a round is long beside the clock's and the scheduler's grain."""
 INCARNATION = Incarnation("benchmark")
 RESERVATION = ReservationId("00" * 16)
+NUM_UNDER_WAY = 16
+"""Segments, for gloo alone."""
+_distributed: Any = torch.distributed  # torch's stubs lack much of what its bindings have
+GLOO_TIMEOUT = timedelta(hours=1)
+"""The receiver waits for the next transfer while others have their turn."""
 
 
 class CopyingSink:
@@ -66,19 +82,61 @@ def new_pool() -> npt.NDArray[np.uint8]:
 
 
 def receive(ready: Connection) -> None:
-    """The receiving process: serves both page paths until it is ended."""
-    asyncio.run(_receive(ready))
+    """The receiving process: serves every page path until it is ended."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    gloo_port: int = listener.getsockname()[1]
+    threading.Thread(target=_serve_gloo, args=(gloo_port, listener.detach()), daemon=True).start()
+    asyncio.run(_receive(ready, gloo_port))
 
 
-async def _receive(ready: Connection) -> None:
+async def _receive(ready: Connection, gloo_port: int) -> None:
     sink = CopyingSink()
     server = make_server()
     GrpcPageService(sink).add_to_server(server)
+    pairs = TorchDistributedPageService(sink)
+    pairs.add_to_server(server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     SharedMemoryPageService(sink).start(address, INCARNATION)
-    ready.send(address)
+    pairs.start(address, INCARNATION)
+    ready.send((address, gloo_port))
     await asyncio.Event().wait()
+
+
+def _serve_gloo(port: int, listener: int) -> None:
+    with suppress(RuntimeError):  # the measuring process has left
+        _receive_over_gloo(port, listener)
+
+
+def _receive_over_gloo(port: int, listener: int) -> None:
+    """Transfer after transfer: how many segments, those, and a byte back."""
+    group = _gloo_group(port, listener)
+    pool = torch.from_numpy(new_pool())
+    count, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.uint8)
+    at = 0
+    while True:
+        group.recv([count], 1, 0).wait(GLOO_TIMEOUT)
+        works: list[Any] = []
+        for _ in range(int(count)):
+            works.append(group.recv([pool[at : at + MAX_SEGMENT_BYTES]], 1, 0))
+            at = (at + MAX_SEGMENT_BYTES) % POOL_BYTES
+            if len(works) == NUM_UNDER_WAY:
+                works.pop(0).wait(GLOO_TIMEOUT)
+        for work in works:
+            work.wait(GLOO_TIMEOUT)
+        group.send([answer], 1, 0).wait(GLOO_TIMEOUT)
+
+
+def _gloo_group(port: int, listener: int | None) -> Any:
+    """With the store's listening socket as rank 0, without as rank 1."""
+    store = _distributed.TCPStore(
+        "127.0.0.1", port, is_master=listener is not None, wait_for_workers=False, master_listen_fd=listener
+    )
+    gloo = _distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = GLOO_TIMEOUT
+    return gloo(_distributed.PrefixStore("gloo", store), 0 if listener is not None else 1, 2, options)
 
 
 class Sender:
@@ -114,6 +172,33 @@ class Copier:
         self._at = (self._at + num_bytes) % POOL_BYTES
 
 
+class GlooSender:
+    """The arm of the library alone."""
+
+    def __init__(self, port: int, pool: npt.NDArray[np.uint8]) -> None:
+        self._group = _gloo_group(port, None)
+        self._pool = torch.from_numpy(pool)
+        self._at = 0
+
+    async def send(self, num_bytes: int) -> None:
+        await asyncio.to_thread(self._send, num_bytes // MAX_SEGMENT_BYTES)
+
+    def _send(self, num_segments: int) -> None:
+        self._group.send([torch.tensor([num_segments])], 0, 0).wait(GLOO_TIMEOUT)
+        works: list[Any] = []
+        for _ in range(num_segments):
+            works.append(self._group.send([self._pool[self._at : self._at + MAX_SEGMENT_BYTES]], 0, 0))
+            self._at = (self._at + MAX_SEGMENT_BYTES) % POOL_BYTES
+            if len(works) == NUM_UNDER_WAY:
+                works.pop(0).wait(GLOO_TIMEOUT)
+        for work in works:
+            work.wait(GLOO_TIMEOUT)
+        self._group.recv([torch.zeros(1, dtype=torch.uint8)], 0, 0).wait(GLOO_TIMEOUT)
+
+
+Arm: TypeAlias = Sender | Copier | GlooSender
+
+
 def make_ticket(address: str) -> TransferTicket:
     return TransferTicket(
         reservation_id=RESERVATION,
@@ -142,7 +227,7 @@ Turns: TypeAlias = dict[tuple[str, int], list[Turn]]
 """By arm and transfer size, one a round."""
 
 
-async def _take_turn(arm: Sender | Copier, num_bytes: int, receiver: psutil.Process) -> Turn:
+async def _take_turn(arm: Arm, num_bytes: int, receiver: psutil.Process) -> Turn:
     num_transfers = MIN_BYTES_PER_ROUND // num_bytes
     total_bytes = num_transfers * num_bytes
     await arm.send(num_bytes)  # connects, and does not count
@@ -161,13 +246,17 @@ def _cpu_s(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def measure_all(address: str, receiver: psutil.Process, sizes: Sequence[int], num_rounds: int) -> Turns:
+async def measure_all(address: str, gloo_port: int, receiver: psutil.Process, sizes: Sequence[int], num_rounds: int) -> Turns:
     """Every arm at every size, in turn."""
     pool = new_pool()
     turns: Turns = {}
     async with AsyncExitStack() as stack:
-        transports: list[PageTransport] = [SharedMemoryPageTransport(), GrpcPageTransport()]
-        arms: dict[str, Sender | Copier] = {"memcpy": Copier(pool)}
+        transports: list[PageTransport] = [
+            SharedMemoryPageTransport(),
+            TorchDistributedPageTransport("127.0.0.1", hold_off=HoldOff(MonotonicClock())),
+            GrpcPageTransport(),
+        ]
+        arms: dict[str, Arm] = {"memcpy": Copier(pool), "gloo": GlooSender(gloo_port, pool)}
         for transport in transports:
             stack.push_async_callback(transport.close)
             arms[transport.name] = Sender(transport, address, pool)
@@ -210,7 +299,7 @@ def make_table(turns: Turns, sizes: Sequence[int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Page transports beside a plain copy.")
+    parser = argparse.ArgumentParser(description="Page transports beside gloo alone and a plain copy.")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of every arm (default: %(default)s)")
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[1, 8, 64], metavar="MIB", help="sizes of a transfer (default: 1 8 64)"
@@ -221,7 +310,8 @@ def main() -> None:
     receiver = multiprocessing.get_context("spawn").Process(target=receive, args=(child_ready,), daemon=True)
     receiver.start()
     try:
-        turns = asyncio.run(measure_all(ready.recv(), psutil.Process(receiver.pid), sizes, flags.rounds))
+        address, gloo_port = ready.recv()
+        turns = asyncio.run(measure_all(address, gloo_port, psutil.Process(receiver.pid), sizes, flags.rounds))
     finally:
         receiver.kill()
         receiver.join()

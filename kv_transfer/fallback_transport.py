@@ -17,14 +17,16 @@ _log = logging.getLogger(__name__)
 
 
 class FallbackTransport:
-    """``PageTransport`` over ``transports``, the best first; owns them. Lives on one event loop.
+    """``PageTransport`` over ``transports``, the best first; owns them. Lives on one event loop. ``left_out`` says in whole
+    sentences why there are no others; it is logged where the first choice was not taken.
 
     A transport does not reach a receiver when its ``open`` raises ``WorkerLost``. Once a stream is open, it is that one's: what
     breaks later is the user's to open again, and then the choice is made anew.
     """
 
-    def __init__(self, transports: Sequence[PageTransport]) -> None:
+    def __init__(self, transports: Sequence[PageTransport], *, left_out: str = "") -> None:
         assert transports
+        self._left_out = left_out
         self.name = ", ".join(transport.name for transport in transports)
         self._transports = tuple(transports)
         self._num_streams: Counter[str] = Counter()
@@ -65,7 +67,7 @@ class FallbackTransport:
         if self._ways.get(ticket.decode_worker_id, "") == name:
             return
         self._ways[ticket.decode_worker_id] = name
-        reasons = " ".join(str(failure) for failure in failures)
+        reasons = " ".join([*map(str, failures), *([self._left_out] if failures and self._left_out else [])])
         if name is None:
             _log.warning("no way for pages to %s: %s", ticket.decode_worker_id, reasons)
         else:

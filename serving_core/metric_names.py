@@ -43,7 +43,7 @@ WRITE_REFUSAL_CODES = (
 )
 """What a page write can be refused for. As a label: the name in lower case."""
 
-TRANSPORTS = ("grpc", "shared_memory")
+TRANSPORTS = ("grpc", "shared_memory", "torch_distributed")
 """The ways of pages to another worker."""
 
 ACKNOWLEDGED, NOT_ACKNOWLEDGED = "acknowledged", "not_acknowledged"

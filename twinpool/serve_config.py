@@ -20,13 +20,13 @@ from twinpool.transfer_way import TransferWay
 MAX_WORKERS = 64
 MIN_LEASE_S = 1.0
 MAX_WORKER_WAIT_S = 3600.0
-_TRANSFERS_TO_COME = ("torch_distributed",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """One server. With ``is_colocated`` there is one worker with both phases and both worker counts are 0. ``address`` is the
-    Ray cluster's: ``local``, ``auto`` or HOST:PORT. ``num_gpus`` is of this machine, as torch can use them."""
+    Ray cluster's: ``local``, ``auto`` or HOST:PORT. ``num_gpus`` is of this machine, as torch can use them.
+    ``trusts_fabric``: see ``fabric``."""
 
     model: ModelSource
     served_model_name: str
@@ -44,6 +44,7 @@ class ServeConfig:
     address: str
     num_gpus: int
     transfer: TransferWay = TransferWay.AUTO
+    trusts_fabric: bool = False
 
     @property
     def is_on_gpus(self) -> bool:
@@ -91,6 +92,7 @@ def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
         address=_address(flags.address),
         num_gpus=num_gpus,
         transfer=transfer,
+        trusts_fabric=flags.trust_fabric,
     )
 
 
@@ -134,11 +136,8 @@ def _word(value: KVDType | int | None) -> str:
 
 
 def _transfer(transfer: str) -> TransferWay:
-    ways = " or ".join(TransferWay)
-    if transfer in _TRANSFERS_TO_COME:
-        raise ConfigError(f"--transfer {transfer} is not there yet: use {ways}")
     if transfer not in tuple(TransferWay):
-        raise ConfigError(f"--transfer {transfer!r} is unknown: use {ways}")
+        raise ConfigError(f"--transfer {transfer!r} is unknown: use {' or '.join(TransferWay)}")
     return TransferWay(transfer)
 
 

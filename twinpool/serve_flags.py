@@ -27,7 +27,13 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--transfer",
         default="auto",
         metavar="WAY",
-        help="how KV pages travel: grpc, shared_memory (one host only) or auto (default), the latter wherever it can be",
+        help="how KV pages travel: grpc, shared_memory (one host only), torch_distributed (gloo, or NCCL between GPUs) or auto "
+        "(default), the fastest that reaches the worker",
+    )
+    pools.add_argument(
+        "--trust-fabric",
+        action="store_true",
+        help="let torch_distributed, which can tell nobody apart, run on a cluster that keeps strangers out by a token",
     )
 
     pools.add_argument(

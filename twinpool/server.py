@@ -9,6 +9,7 @@ second: at once; 5. HTTP, workers, Ray and their files are gone.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import socket
@@ -23,6 +24,7 @@ from router.tokenizer import Tokenizer
 from serving_core.worker_status import Role
 from twinpool.cluster import LOCAL, Cluster, WorkerPlaces
 from twinpool.core_plan import CorePlan
+from twinpool.fabric import is_fabric_trusted
 from twinpool.http_server import HttpServer, url_of
 from twinpool.joined_cluster import JoinedCluster
 from twinpool.local_cluster import LocalCluster
@@ -121,10 +123,14 @@ class Server:
         """Start the workers, then watch them until cancelled."""
         began_at = time.monotonic()
         places = await starting_cluster
+        is_trusted = is_fabric_trusted(self._config, places)
         if places.num_cores is not None:
             self._core_plan = plan_node_cores(self._config, places.num_cores)
         link_address = await router.start_link(places.host)
-        specs = make_worker_specs(self._config, self._model, self._core_plan, (link_address,))
+        specs = [
+            dataclasses.replace(spec, is_fabric_trusted=is_trusted)
+            for spec in make_worker_specs(self._config, self._model, self._core_plan, (link_address,))
+        ]
         # what runs by now, and whatever it starts, leaves decode's cores alone; an engine thread moves to them by itself
         confine_process_tree(self._core_plan.shared)
         await pools.start(specs, places)

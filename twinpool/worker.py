@@ -36,9 +36,8 @@ from serving_core.page_state import PagesSnapshot
 from serving_core.rpc.channel import make_server
 from serving_core.rpc.v1 import worker_pb2_grpc
 from serving_core.worker_status import PhaseName, WorkerHello, WorkerStatus
-from twinpool.page_paths import PageServices, make_transport
+from twinpool.page_paths import PagePlace, PageServices, make_transport
 from twinpool.router_link import RouterLinks
-from twinpool.transfer_way import TransferWay
 from twinpool.worker_metrics import WorkerCounts, make_families
 from twinpool.worker_service import WorkerService
 from twinpool.worker_spec import WorkerSpec
@@ -87,7 +86,10 @@ class Worker:
         self._cache = KVCache(layout, num_pages, device=loaded.device, has_spare_page=loaded.device != CPU)
         self._pool = PagePool(num_pages, page_size, clock)
         self._links = RouterLinks(addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew)
-        self._transport = make_transport(spec.transfer)
+        place = PagePlace(
+            way=spec.transfer, host=spec.host, device=str(loaded.device), is_fabric_trusted=spec.is_fabric_trusted
+        )
+        self._transport = make_transport(place, clock)
 
         self._decode = self._make_decode_phase() if PhaseName.DECODE in spec.phases else None
         self._prefill = self._make_prefill_phase() if PhaseName.PREFILL in spec.phases else None
@@ -102,7 +104,7 @@ class Worker:
             setup_thread=lambda: configure_engine_thread(engine.num_threads, engine.cpu_cores, engine.niceness),
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.read_pages), self._server)
-        self._page_services = self._serve_decode(self._decode, spec.transfer) if self._decode is not None else None
+        self._page_services = self._serve_decode(self._decode, place) if self._decode is not None else None
         self._prefill_service = self._serve_prefill(self._prefill) if self._prefill is not None else None
 
     @classmethod
@@ -175,9 +177,9 @@ class Worker:
             has_prefix_cache=self._has_prefix_cache,
         )
 
-    def _serve_decode(self, phase: DecodePhase, way: TransferWay) -> PageServices:
+    def _serve_decode(self, phase: DecodePhase, place: PagePlace) -> PageServices:
         DecodeService(phase=phase, engine=self._loop).add_to_server(self._server)
-        return PageServices(DecodePageSink(phase=phase, engine=self._loop), way=way, server=self._server)
+        return PageServices(DecodePageSink(phase=phase, engine=self._loop), place=place, server=self._server)
 
     def _serve_prefill(self, phase: PrefillPhase) -> PrefillService:
         service = PrefillService(

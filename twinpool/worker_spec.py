@@ -15,7 +15,7 @@ from twinpool.transfer_way import TransferWay
 class WorkerSpec:
     """One place in a pool. ``router_addresses`` are HOST:PORT of every router's link server; ``host`` is the address the worker
     itself listens on, at a port of the system's choice. ``gpu_share`` is what it was given of a GPU to compute on, where its
-    torch can: 0 for nothing, 1 for all of it."""
+    torch can: 0 for nothing, 1 for all of it. ``is_fabric_trusted``: see ``fabric``."""
 
     worker_id: WorkerId
     phases: frozenset[PhaseName]
@@ -25,4 +25,5 @@ class WorkerSpec:
     router_addresses: tuple[str, ...]
     host: str = "127.0.0.1"
     transfer: TransferWay = TransferWay.AUTO
+    is_fabric_trusted: bool = True
     gpu_share: float = 0.0

@@ -19,9 +19,11 @@ from router.tokenizer import read_tokenizer
 from serving_core.engine_config import EngineConfig
 from serving_core.generate_request import GenerateRequest
 from serving_core.ids import WorkerId
+from serving_core.metric_names import KV_TRANSFER_STREAMS_TOTAL
 from serving_core.page_state import PageState
 from serving_core.token_event import FinishReason, TokenLogprobs
 from serving_core.worker_status import PhaseName
+from twinpool.transfer_way import TransferWay
 from twinpool.worker import Worker
 from twinpool.worker_spec import WorkerSpec
 
@@ -71,6 +73,12 @@ class InProcessServer:
         counts = re.findall(rf'^twinpool:pd_decision_total\{{.*reason="{reason}".*\}} (\S+)$', text, re.MULTILINE)
         return int(sum(map(float, counts)))
 
+    async def num_page_streams(self, name: str) -> dict[str, int]:
+        """How many page streams that worker has opened, by transport."""
+        status = await self.workers[name].read_status()
+        family = next(family for family in status.metrics if family.name == KV_TRANSFER_STREAMS_TOTAL)
+        return {dict(sample.labels)["transport"]: int(sample.value) for sample in family.samples}
+
     async def assert_no_leaks(self, *, within_s: float = 1.0) -> None:
         """Every worker's pages are free or cached again, at once or in this time."""
         async with asyncio.timeout(within_s):
@@ -90,6 +98,7 @@ async def in_process_server(
     *,
     engine: EngineConfig,
     page_sizes: Mapping[str, int] | None = None,
+    transfer: TransferWay = TransferWay.AUTO,
 ) -> AsyncIterator[InProcessServer]:
     """A server with these workers, ready. ``loaded`` is shared: weights are only read. ``page_sizes`` are those of the workers
     that have another than ``engine`` says."""
@@ -112,6 +121,7 @@ async def in_process_server(
                 model_name="model",
                 engine=replace(engine, page_size=(page_sizes or {}).get(name, engine.page_size)),
                 router_addresses=(address,),
+                transfer=transfer,
             )
             running[name] = await stack.enter_async_context(Worker.running(spec, loaded, on_crash=crashes.append))
         async with asyncio.timeout(30):

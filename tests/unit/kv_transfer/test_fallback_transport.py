@@ -77,6 +77,21 @@ async def test_the_first_that_reaches_is_taken_said_once_and_counted(caplog: pyt
     assert far.is_closed
 
 
+async def test_why_there_are_no_other_ways_is_said_unless_the_first_is_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    near, far = FakeTransport("near"), FakeTransport("far")
+    transport = FallbackTransport([near, far], left_out="There is no bridge.")
+    for near.is_reachable in (True, False):
+        async with transport.open(TICKET):
+            pass
+    assert [record.message for record in caplog.records] == [
+        "pages to decode-0 go over near. It is the first choice.",
+        "pages to decode-0 go over far. decode-0 is not near near. There is no bridge.",
+    ]
+
+
 async def test_what_breaks_after_opening_is_not_tried_elsewhere() -> None:
     near, far = FakeTransport("near"), FakeTransport("far")
     segment = Segment(

@@ -103,9 +103,13 @@ def test_colocated_goes_with_no_worker_count(capsys: pytest.CaptureFixture[str])
     assert "--decode-workers" in error
 
 
-def test_transfers_to_come_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "not there yet" in refusal_of(capsys, "serve", "--transfer", "torch_distributed")
+def test_an_unknown_transfer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown" in refusal_of(capsys, "serve", "--transfer", "pigeon")
+
+
+def test_the_fabric_is_trusted_when_that_is_said() -> None:
+    assert not config_of().trusts_fabric
+    assert config_of("--trust-fabric").trusts_fabric
 
 
 @pytest.mark.parametrize("way", TransferWay)
