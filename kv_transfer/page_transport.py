@@ -78,7 +78,7 @@ class PageStream(Protocol):
     """The way to one decode worker for one attempt."""
 
     async def write(self, segment: Segment) -> None:
-        """Send one segment; returns as soon as a credit allows the next. Not every segment is answered yet then.
+        """Send one segment, once there is a credit for it. It need not be answered when this returns.
 
         Raises ``Refused`` when the receiver declined this or an earlier segment, ``WorkerLost`` when the way broke.
         """

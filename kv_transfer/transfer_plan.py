@@ -130,8 +130,8 @@ class TransferPlan:
         """The bytes of this source for the destination page ``ordinal``, as ``pieces`` cuts them: the page's parts one after
         another, each [num_planes, num_slots, num common heads, item_bytes].
 
-        ``source_page`` gives the bytes of a source page by its ordinal. Between equal pages it is that memory itself, else a
-        new one.
+        ``source_page`` gives the bytes of a source page by its ordinal. Between equal pages the payload is that memory itself,
+        with what the source holds behind the prompt's last token: zeros, since an engine clears each page that it enters.
         """
         if self._is_copy:
             return source_page(ordinal)

@@ -15,8 +15,7 @@ from serving_core.errors import OutOfPages
 from serving_core.ids import PageId
 from serving_core.page_state import PageOwner, PageRecord, PagesSnapshot, PageState
 
-# From -> to, for pages with one owner, who keeps them. Nothing moves to quarantined until a transport with posted receives is
-# there.
+# From -> to, for pages with one owner, who keeps them. Nothing moves to quarantined: no transport posts a receive into a page.
 _MOVES: dict[PageState, frozenset[PageState]] = {
     PageState.RESERVED: frozenset({PageState.FILLING}),
     PageState.FILLING: frozenset({PageState.USED}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 
@@ -14,13 +14,22 @@ def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
         for i, j in itertools.combinations(range(len(factors)), 2)
         for a, b in itertools.product(range(len(factors[i])), range(len(factors[j])))
     }
-    candidates = list(itertools.product(*(range(len(factor)) for factor in factors)))
+    candidates = {row: _pairs_of(row) for row in itertools.product(*(range(len(factor)) for factor in factors))}
     rows = []
     while open_pairs:
-        best = max(candidates, key=lambda row: len(_pairs_of(row) & open_pairs))
-        open_pairs -= _pairs_of(best)
+        best = max(candidates, key=lambda row: len(candidates[row] & open_pairs))
+        open_pairs -= candidates[best]
         rows.append(tuple(factor[index] for factor, index in zip(factors, best, strict=True)))
     return rows
+
+
+def missing_pairs(rows: Collection[Sequence[Any]], *factors: Sequence[Any]) -> set[tuple[Any, Any]]:
+    """Two values of two factors that meet in none of ``rows``; all of them hashable."""
+    return {
+        pair
+        for i, j in itertools.combinations(range(len(factors)), 2)
+        for pair in set(itertools.product(factors[i], factors[j])) - {(row[i], row[j]) for row in rows}
+    }
 
 
 def _pairs_of(row: Sequence[int]) -> set[tuple[int, int, int, int]]:

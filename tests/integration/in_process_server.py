@@ -7,18 +7,19 @@ import gc
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 
+from llm_engine.engine_calls import run_between_steps
 from llm_engine.load_model import LoadedModel
 from router.chat_template import read_chat_template
 from router.router import Router
 from router.tokenizer import read_tokenizer
 from serving_core.engine_config import EngineConfig
 from serving_core.generate_request import GenerateRequest
-from serving_core.ids import WorkerId
+from serving_core.ids import PageId, WorkerId
 from serving_core.metric_names import KV_TRANSFER_STREAMS_TOTAL
 from serving_core.page_state import PageState
 from serving_core.token_event import FinishReason, TokenLogprobs
@@ -34,11 +35,13 @@ LEASE_S = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Everything a client could learn of one sequence."""
+    """Everything a client could learn of one sequence. Equal whatever was cached: what its usage says of that,
+    ``num_cached_tokens``, is not compared."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
     finish_reason: FinishReason | None
+    num_cached_tokens: int = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +59,12 @@ class InProcessServer:
         finally:
             await generation.aclose()
         assert [event.index for event in events] == list(range(len(events)))
+        assert all(event.num_cached_tokens == 0 for event in events[1:])
         return Answer(
             token_ids=tuple(event.token_id for event in events),
             logprobs=tuple(event.logprobs for event in events),
             finish_reason=events[-1].finish_reason,
+            num_cached_tokens=events[0].num_cached_tokens,
         )
 
     async def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Answer]:
@@ -73,11 +78,23 @@ class InProcessServer:
         counts = re.findall(rf'^twinpool:pd_decision_total\{{.*reason="{reason}".*\}} (\S+)$', text, re.MULTILINE)
         return int(sum(map(float, counts)))
 
-    async def num_page_streams(self, name: str) -> dict[str, int]:
+    async def counters(self, worker: str) -> dict[str, int]:
+        """What that worker counts without labels, by name."""
+        status = await self.workers[worker].read_status()
+        samples = [family.samples[0] for family in status.metrics if family.kind == "counter"]
+        return {sample.name: int(sample.value) for sample in samples if not sample.labels}
+
+    async def num_page_streams(self, worker: str) -> dict[str, int]:
         """How many page streams that worker has opened, by transport."""
-        status = await self.workers[name].read_status()
+        status = await self.workers[worker].read_status()
         family = next(family for family in status.metrics if family.name == KV_TRANSFER_STREAMS_TOTAL)
         return {dict(sample.labels)["transport"]: int(sample.value) for sample in family.samples}
+
+    async def forget_prompts(self, worker: str) -> None:
+        """Empty that worker's prefix cache, as if its process had just started."""
+        pool = self.workers[worker]._pool
+        every_page = [PageId(number) for number in range(pool.num_pages)]
+        await run_between_steps(self.workers[worker]._loop, lambda: pool.forget(every_page))
 
     async def assert_no_leaks(self, *, within_s: float = 1.0) -> None:
         """Every worker's pages are free or cached again, at once or in this time."""

@@ -17,7 +17,6 @@ from serving_core.worker_status import PhaseName
 from tests.equality_prompts import mt_bench_turns, prompts_of_lengths
 from tests.integration.in_process_server import COLOCATED, DECODE, PREFILL, Answer, InProcessServer, in_process_server
 from twinpool.model_source import DEFAULT_MODEL, find_model
-from twinpool.transfer_way import TransferWay
 
 PATH = find_model(DEFAULT_MODEL).path
 EDGE_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 48, 49)
@@ -47,12 +46,10 @@ def engine_config(dtype: KVDType, cache_dtype: KVDType | None = None) -> EngineC
 
 @asynccontextmanager
 async def server_of(
-    loaded: tuple[KVDType, LoadedModel],
-    workers: Sequence[tuple[str, frozenset[PhaseName]]],
-    transfer: TransferWay = TransferWay.AUTO,
+    loaded: tuple[KVDType, LoadedModel], workers: Sequence[tuple[str, frozenset[PhaseName]]]
 ) -> AsyncIterator[InProcessServer]:
     dtype, model = loaded
-    async with in_process_server(PATH, model, workers, engine=engine_config(dtype), transfer=transfer) as server:
+    async with in_process_server(PATH, model, workers, engine=engine_config(dtype)) as server:
         yield server
         await server.assert_no_leaks()
 
@@ -97,17 +94,6 @@ def _assert_equal(request: GenerateRequest, split: Answer, unsplit: Answer) -> N
 
 async def test_lengths_around_page_edges(loaded: tuple[KVDType, LoadedModel]) -> None:
     await assert_split_equals_unsplit(loaded, make_requests(prompts_of_lengths(PATH, EDGE_LENGTHS), num_tokens=16))
-
-
-@pytest.mark.parametrize("way", [way for way in TransferWay if way is not TransferWay.AUTO])
-async def test_pages_may_travel_any_way(loaded: tuple[KVDType, LoadedModel], way: TransferWay) -> None:
-    requests = make_requests(prompts_of_lengths(PATH, (17, 48)), num_tokens=4)
-    async with server_of(loaded, PAIR, way) as pair:
-        split = await pair.generate_all(requests)
-        streams = await pair.num_page_streams("prefill-0")
-    assert {name for name, num_streams in streams.items() if num_streams} == {way.value}
-    async with server_of(loaded, ONE) as one:
-        assert_equal_answers(requests, split, await one.generate_all(requests))
 
 
 async def test_mt_bench_turns(loaded: tuple[KVDType, LoadedModel]) -> None:
