@@ -1,14 +1,15 @@
-"""Measures how fast pages go from one process's pool to another's, over each page transport, over gloo alone and beside a plain
-copy.
+"""Measures how fast pages go from one process's pool to another's, over each page transport, beside the library that it uses
+alone and beside a plain copy.
 
 Two processes on one machine, as two workers are: the sender writes segments of a hand-off's size out of its pool, the receiver
 checks them and copies them into pages of its own. Both pools are larger than the caches and gone through in turn. A transfer
 is one attempt: from opening the stream until everything is accepted. ``memcpy`` is one copy within one process, between such
-pools, with nothing checked. ``gloo`` sends the same segments out of the pool straight into the other one, as many at a time as
-torch_distributed may have under way, with nothing checked or copied besides.
+pools, with nothing checked. ``gloo_alone`` sends the same segments out of the pool straight into the other one, as many at a
+time as torch_distributed may have under way, with nothing checked or copied besides. ``grpc_alone`` sends them as messages on a
+stream of bytes, one stream a transfer and one answer at its end; the receiver drops them.
 
-    .venv/bin/python -m benchmarks.page_transports                 # prints the table
-    .venv/bin/python -m benchmarks.page_transports --rounds 1 --sizes 8
+    .venv/bin/python -m benchmarks.page_transports
+    .venv/bin/python -m benchmarks.page_transports --rounds 1 --sizes 8 --results /tmp      # a trial
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import shlex
 import socket
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import google_crc32c
+import grpc
+import grpc.aio
 import numpy as np
 import numpy.typing as npt
 import psutil
@@ -35,6 +41,7 @@ import torch
 import torch.distributed
 
 from benchmarks.engines.machine import commit, processor
+from benchmarks.engines.spread import Spread
 from kv_transfer.grpc_page_service import GrpcPageService
 from kv_transfer.grpc_page_transport import GrpcPageTransport
 from kv_transfer.hold_off import HoldOff
@@ -47,16 +54,22 @@ from kv_transfer.torch_distributed_page_transport import TorchDistributedPageTra
 from serving_core.clock import MonotonicClock
 from serving_core.ids import Incarnation, RequestId, ReservationId, SequenceKey, WorkerId
 from serving_core.kv_page_layout import KVDType, KVPageLayout
-from serving_core.rpc.channel import make_server
+from serving_core.rpc.channel import make_server, open_channel
 from serving_core.transfer_ticket import TransferTicket
 
 POOL_BYTES = 256 << 20
 MIN_BYTES_PER_ROUND = 256 << 20
 """Of each arm and size, so that a round is long beside the clock's and the scheduler's grain."""
+MEMCPY, GLOO_ALONE, GRPC_ALONE = "memcpy", "gloo_alone", "grpc_alone"
+LIBRARIES = {GrpcPageTransport.name: GRPC_ALONE, TorchDistributedPageTransport.name: GLOO_ALONE}
+"""What each transport is held against, besides a plain copy."""
+MIN_OF_LIBRARY, MIN_OF_MEMCPY, MIN_BYTES_OF_TARGET = 0.8, 0.7, 8 << 20
+MIN_ROUNDS = 3
 INCARNATION = Incarnation("benchmark")
 RESERVATION = ReservationId("00" * 16)
 NUM_UNDER_WAY = 16
 """Segments, for gloo alone."""
+_ALONE = "twinpool.benchmark.GrpcAlone"
 _distributed: Any = torch.distributed  # torch's stubs lack much of what its bindings have
 GLOO_TIMEOUT = timedelta(hours=1)
 """The receiver waits for the next transfer while others have their turn."""
@@ -73,7 +86,12 @@ class CopyingSink:
         for segment in segments:
             num_bytes = segment.payload.nbytes
             np.copyto(self._pool[self._at : self._at + num_bytes], np.frombuffer(segment.payload, dtype=np.uint8))
-            self._at = (self._at + num_bytes) % POOL_BYTES
+            self._at = place_behind(self._at, num_bytes)
+
+
+def place_behind(at: int, num_bytes: int) -> int:
+    """Where the next piece of that length lies in a pool."""
+    return at + num_bytes if at + 2 * num_bytes <= POOL_BYTES else 0
 
 
 def new_pool() -> npt.NDArray[np.uint8]:
@@ -81,11 +99,11 @@ def new_pool() -> npt.NDArray[np.uint8]:
     return np.resize(np.arange(251, dtype=np.uint8), POOL_BYTES)
 
 
-def receive(ready: Connection) -> None:
+def receive(ready: Connection, segment_bytes: int) -> None:
     """The receiving process: serves every page path until it is ended."""
     listener = socket.create_server(("127.0.0.1", 0))
     gloo_port: int = listener.getsockname()[1]
-    threading.Thread(target=_serve_gloo, args=(gloo_port, listener.detach()), daemon=True).start()
+    threading.Thread(target=_serve_gloo, args=(gloo_port, listener.detach(), segment_bytes), daemon=True).start()
     asyncio.run(_receive(ready, gloo_port))
 
 
@@ -95,6 +113,8 @@ async def _receive(ready: Connection, gloo_port: int) -> None:
     GrpcPageService(sink).add_to_server(server)
     pairs = TorchDistributedPageService(sink)
     pairs.add_to_server(server)
+    drop = grpc.stream_unary_rpc_method_handler(_drop)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_ALONE, {"Write": drop}),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     SharedMemoryPageService(sink).start(address, INCARNATION)
@@ -103,12 +123,18 @@ async def _receive(ready: Connection, gloo_port: int) -> None:
     await asyncio.Event().wait()
 
 
-def _serve_gloo(port: int, listener: int) -> None:
+async def _drop(messages: AsyncIterator[bytes], _context: object) -> bytes:
+    async for _ in messages:
+        pass
+    return b"."
+
+
+def _serve_gloo(port: int, listener: int, segment_bytes: int) -> None:
     with suppress(RuntimeError):  # the measuring process has left
-        _receive_over_gloo(port, listener)
+        _receive_over_gloo(port, listener, segment_bytes)
 
 
-def _receive_over_gloo(port: int, listener: int) -> None:
+def _receive_over_gloo(port: int, listener: int, segment_bytes: int) -> None:
     """Transfer after transfer: how many segments, those, and a byte back."""
     group = _gloo_group(port, listener)
     pool = torch.from_numpy(new_pool())
@@ -118,8 +144,8 @@ def _receive_over_gloo(port: int, listener: int) -> None:
         group.recv([count], 1, 0).wait(GLOO_TIMEOUT)
         works: list[Any] = []
         for _ in range(int(count)):
-            works.append(group.recv([pool[at : at + MAX_SEGMENT_BYTES]], 1, 0))
-            at = (at + MAX_SEGMENT_BYTES) % POOL_BYTES
+            works.append(group.recv([pool[at : at + segment_bytes]], 1, 0))
+            at = place_behind(at, segment_bytes)
             if len(works) == NUM_UNDER_WAY:
                 works.pop(0).wait(GLOO_TIMEOUT)
         for work in works:
@@ -142,17 +168,19 @@ def _gloo_group(port: int, listener: int | None) -> Any:
 class Sender:
     """The measuring process's end; ``send`` is one transfer."""
 
-    def __init__(self, transport: PageTransport, address: str, pool: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, transport: PageTransport, address: str, pool: npt.NDArray[np.uint8], segment_bytes: int) -> None:
         self._transport = transport
         self._address = address
         self._pool = pool.data
+        self._segment_bytes = segment_bytes
         self._at = 0
 
-    async def send(self, num_bytes: int) -> None:
+    async def send(self, num_segments: int) -> None:
         async with self._transport.open(make_ticket(self._address)) as stream:
-            for offset in range(0, num_bytes, MAX_SEGMENT_BYTES):
-                payload = self._pool[self._at : self._at + MAX_SEGMENT_BYTES]
-                self._at = (self._at + MAX_SEGMENT_BYTES) % POOL_BYTES
+            for number in range(num_segments):
+                payload = self._pool[self._at : self._at + self._segment_bytes]
+                self._at = place_behind(self._at, self._segment_bytes)
+                offset = number * self._segment_bytes
                 await stream.write(
                     Segment(reservation_id=RESERVATION, attempt=1, page_ordinal=0, offset=offset, payload=payload)
                 )
@@ -160,35 +188,59 @@ class Sender:
 
 
 class Copier:
-    """The arm without a transport."""
+    """The arm without a transport: a transfer is copied in one piece."""
 
-    def __init__(self, pool: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, pool: npt.NDArray[np.uint8], segment_bytes: int) -> None:
         self._source = pool
         self._destination = new_pool()
+        self._segment_bytes = segment_bytes
         self._at = 0
 
-    async def send(self, num_bytes: int) -> None:
+    async def send(self, num_segments: int) -> None:
+        num_bytes = num_segments * self._segment_bytes
         np.copyto(self._destination[self._at : self._at + num_bytes], self._source[self._at : self._at + num_bytes])
-        self._at = (self._at + num_bytes) % POOL_BYTES
+        self._at = place_behind(self._at, num_bytes)
+
+
+class GrpcSender:
+    """The arm of gRPC alone."""
+
+    def __init__(self, address: str, pool: npt.NDArray[np.uint8], segment_bytes: int) -> None:
+        self._channel = open_channel(address)
+        self._pool = pool.data
+        self._segment_bytes = segment_bytes
+        self._at = 0
+
+    async def send(self, num_segments: int) -> None:
+        call: grpc.aio.StreamUnaryCall[bytes, bytes] = self._channel.stream_unary(f"/{_ALONE}/Write")()
+        for _ in range(num_segments):
+            await call.write(bytes(self._pool[self._at : self._at + self._segment_bytes]))  # gRPC takes nothing but bytes
+            self._at = place_behind(self._at, self._segment_bytes)
+        await call.done_writing()
+        await call
+
+    async def close(self) -> None:
+        await self._channel.close()
 
 
 class GlooSender:
-    """The arm of the library alone."""
+    """The arm of gloo alone."""
 
-    def __init__(self, port: int, pool: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, port: int, pool: npt.NDArray[np.uint8], segment_bytes: int) -> None:
         self._group = _gloo_group(port, None)
         self._pool = torch.from_numpy(pool)
+        self._segment_bytes = segment_bytes
         self._at = 0
 
-    async def send(self, num_bytes: int) -> None:
-        await asyncio.to_thread(self._send, num_bytes // MAX_SEGMENT_BYTES)
+    async def send(self, num_segments: int) -> None:
+        await asyncio.to_thread(self._send, num_segments)
 
     def _send(self, num_segments: int) -> None:
         self._group.send([torch.tensor([num_segments])], 0, 0).wait(GLOO_TIMEOUT)
         works: list[Any] = []
         for _ in range(num_segments):
-            works.append(self._group.send([self._pool[self._at : self._at + MAX_SEGMENT_BYTES]], 0, 0))
-            self._at = (self._at + MAX_SEGMENT_BYTES) % POOL_BYTES
+            works.append(self._group.send([self._pool[self._at : self._at + self._segment_bytes]], 0, 0))
+            self._at = place_behind(self._at, self._segment_bytes)
             if len(works) == NUM_UNDER_WAY:
                 works.pop(0).wait(GLOO_TIMEOUT)
         for work in works:
@@ -196,7 +248,7 @@ class GlooSender:
         self._group.recv([torch.zeros(1, dtype=torch.uint8)], 0, 0).wait(GLOO_TIMEOUT)
 
 
-Arm: TypeAlias = Sender | Copier | GlooSender
+Arm: TypeAlias = Sender | Copier | GrpcSender | GlooSender
 
 
 def make_ticket(address: str) -> TransferTicket:
@@ -227,13 +279,13 @@ Turns: TypeAlias = dict[tuple[str, int], list[Turn]]
 """By arm and transfer size, one a round."""
 
 
-async def _take_turn(arm: Arm, num_bytes: int, receiver: psutil.Process) -> Turn:
-    num_transfers = MIN_BYTES_PER_ROUND // num_bytes
-    total_bytes = num_transfers * num_bytes
-    await arm.send(num_bytes)  # connects, and does not count
+async def _take_turn(arm: Arm, num_segments: int, segment_bytes: int, receiver: psutil.Process) -> Turn:
+    num_transfers = -(-MIN_BYTES_PER_ROUND // (num_segments * segment_bytes))
+    total_bytes = num_transfers * num_segments * segment_bytes
+    await arm.send(num_segments)  # connects, and does not count
     sender_s, receiver_s, started_at = time.process_time(), _cpu_s(receiver), time.perf_counter()
     for _ in range(num_transfers):
-        await arm.send(num_bytes)
+        await arm.send(num_segments)
     return Turn(
         speed=total_bytes / (time.perf_counter() - started_at),
         sender_s=(time.process_time() - sender_s) / total_bytes,
@@ -246,7 +298,9 @@ def _cpu_s(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def measure_all(address: str, gloo_port: int, receiver: psutil.Process, sizes: Sequence[int], num_rounds: int) -> Turns:
+async def measure_all(
+    address: str, gloo_port: int, receiver: psutil.Process, *, sizes: Sequence[int], segment_bytes: int, num_rounds: int
+) -> Turns:
     """Every arm at every size, in turn."""
     pool = new_pool()
     turns: Turns = {}
@@ -256,68 +310,125 @@ async def measure_all(address: str, gloo_port: int, receiver: psutil.Process, si
             TorchDistributedPageTransport("127.0.0.1", hold_off=HoldOff(MonotonicClock())),
             GrpcPageTransport(),
         ]
-        arms: dict[str, Arm] = {"memcpy": Copier(pool), "gloo": GlooSender(gloo_port, pool)}
+        grpc_alone = GrpcSender(address, pool, segment_bytes)
+        stack.push_async_callback(grpc_alone.close)
+        arms: dict[str, Arm] = {
+            MEMCPY: Copier(pool, segment_bytes),
+            GLOO_ALONE: GlooSender(gloo_port, pool, segment_bytes),
+            GRPC_ALONE: grpc_alone,
+        }
         for transport in transports:
             stack.push_async_callback(transport.close)
-            arms[transport.name] = Sender(transport, address, pool)
+            arms[transport.name] = Sender(transport, address, pool, segment_bytes)
         names = list(arms)
         for number in range(num_rounds):
             for size in sizes:
                 for name in (*names[number % len(names) :], *names[: number % len(names)]):
-                    turns.setdefault((name, size), []).append(await _take_turn(arms[name], size, receiver))
+                    turn = await _take_turn(arms[name], -(-size // segment_bytes), segment_bytes, receiver)
+                    turns.setdefault((name, size), []).append(turn)
     return turns
 
 
-def checksum_speed() -> float:
+def checksum_speed(segment_bytes: int) -> float:
     """Bytes a second of CRC32C over segments that are in the cache, as they are after a copy."""
-    segment = new_pool()[:MAX_SEGMENT_BYTES]
-    num_segments = 2000
+    segment = new_pool()[:segment_bytes]
+    num_segments = 500
     started_at = time.perf_counter()
     for _ in range(num_segments):
         google_crc32c.value(segment)
-    return num_segments * MAX_SEGMENT_BYTES / (time.perf_counter() - started_at)
+    return num_segments * segment_bytes / (time.perf_counter() - started_at)
 
 
 def make_table(turns: Turns, sizes: Sequence[int]) -> str:
-    """Medians over the rounds, and shares of ``memcpy`` taken within a round."""
+    """Medians over the rounds with their range, and shares taken within a round. A mark says whether a target is met."""
     lines = [
-        "| MiB | arm | GB/s | range | of memcpy | range | sender ms/GB | receiver ms/GB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| MiB | arm | GB/s | of memcpy | of its library alone | sender ms/GB | receiver ms/GB |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, size in sorted(turns, key=lambda arm: (sizes.index(arm[1]), arm[0] != "memcpy", arm[0])):
+    for name, size in sorted(turns, key=lambda arm: (sizes.index(arm[1]), arm[0] != MEMCPY, arm[0])):
         of_arm = turns[name, size]
-        gigabytes = [turn.speed / 1e9 for turn in of_arm]
-        shares = [turn.speed / copy.speed for turn, copy in zip(of_arm, turns["memcpy", size], strict=True)]
-        sender_ms = statistics.median(turn.sender_s for turn in of_arm) * 1e12
-        receiver_ms = statistics.median(turn.receiver_s for turn in of_arm) * 1e12
-        lines.append(
-            f"| {size >> 20} | {name} | {statistics.median(gigabytes):.2f} | {min(gigabytes):.2f} to {max(gigabytes):.2f} "
-            f"| {statistics.median(shares):.0%} | {min(shares):.0%} to {max(shares):.0%} "
-            f"| {sender_ms:.0f} | {receiver_ms:.0f} |"
-        )
+        speed = Spread.of(turn.speed / 1e9 for turn in of_arm)
+        assert speed is not None
+        is_for_target = name == SharedMemoryPageTransport.name and size >= MIN_BYTES_OF_TARGET
+        library = LIBRARIES.get(name)
+        cells = [
+            str(size >> 20),
+            name,
+            speed.text(2),
+            _share(of_arm, turns[MEMCPY, size], MIN_OF_MEMCPY if is_for_target else None),
+            _share(of_arm, turns[library, size], MIN_OF_LIBRARY) if library is not None else "",
+            f"{statistics.median(turn.sender_s for turn in of_arm) * 1e12:.0f}",
+            f"{statistics.median(turn.receiver_s for turn in of_arm) * 1e12:.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _share(turns: Sequence[Turn], others: Sequence[Turn], target: float | None) -> str:
+    share = Spread.of(100 * turn.speed / other.speed for turn, other in zip(turns, others, strict=True))
+    assert share is not None
+    mark = "" if target is None else f", target {target:.0%} {'✓' if share.median >= 100 * target else '✗'}"
+    return f"{share.text()} %{mark}"
+
+
+def make_report(turns: Turns, sizes: Sequence[int], *, command: str, segment_bytes: int) -> str:
+    """Markdown, with a line at its end."""
+    num_rounds = len(turns[MEMCPY, sizes[0]])
+    lines = [
+        "# The page path between two processes",
+        "",
+        f"- commit: {commit()}",
+        f"- machine: {processor(multiprocessing.cpu_count())}",
+        f"- command: `{command}`",
+        f"- segments of {segment_bytes >> 10} KiB; their CRC32C, which each end takes once, at "
+        f"{checksum_speed(segment_bytes) / 1e9:.1f} GB/s in the cache",
+    ]
+    if num_rounds < MIN_ROUNDS:
+        lines.append(f"- a trial: a result takes at least {MIN_ROUNDS} rounds, and this has {num_rounds}")
+    lines += [
+        "",
+        f"Median (lowest-highest) of {num_rounds} rounds; shares are taken within a round. Milliseconds are processor time of",
+        "either process.",
+        "",
+        make_table(turns, sizes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Page transports beside gloo alone and a plain copy.")
+    parser = argparse.ArgumentParser(description="Page transports beside their libraries alone and a plain copy.")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of every arm (default: %(default)s)")
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[1, 8, 64], metavar="MIB", help="sizes of a transfer (default: 1 8 64)"
     )
+    parser.add_argument(
+        "--segment",
+        type=int,
+        default=MAX_SEGMENT_BYTES >> 10,
+        metavar="KIB",
+        help="a segment; the default, %(default)s, is a hand-off's longest, for pages of that size and more",
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER", help="where to write"
+    )
     flags = parser.parse_args()
-    sizes = [size << 20 for size in flags.sizes]
+    command = shlex.join(["python", "-m", "benchmarks.page_transports", *sys.argv[1:]])
+    sizes, segment_bytes = [size << 20 for size in flags.sizes], flags.segment << 10
     ready, child_ready = multiprocessing.Pipe()
-    receiver = multiprocessing.get_context("spawn").Process(target=receive, args=(child_ready,), daemon=True)
+    receiver = multiprocessing.get_context("spawn").Process(target=receive, args=(child_ready, segment_bytes), daemon=True)
     receiver.start()
     try:
         address, gloo_port = ready.recv()
-        turns = asyncio.run(measure_all(address, gloo_port, psutil.Process(receiver.pid), sizes, flags.rounds))
+        process = psutil.Process(receiver.pid)
+        turns = asyncio.run(
+            measure_all(address, gloo_port, process, sizes=sizes, segment_bytes=segment_bytes, num_rounds=flags.rounds)
+        )
     finally:
         receiver.kill()
         receiver.join()
-    print(f"commit {commit()}, {processor(multiprocessing.cpu_count())}\n")
-    print(make_table(turns, sizes))
-    print(f"\nCRC32C of a segment in the cache: {checksum_speed() / 1e9:.1f} GB/s; each end takes it once.")
+    report = make_report(turns, sizes, command=command, segment_bytes=segment_bytes)
+    (flags.results / "page_transports.md").write_text(report)
+    print(report)
 
 
 if __name__ == "__main__":

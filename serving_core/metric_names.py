@@ -26,13 +26,14 @@ PAGES = PREFIX + "pages"
 KV_TRANSFER_BYTES_TOTAL = PREFIX + "kv_transfer_bytes_total"
 KV_TRANSFER_STREAMS_TOTAL = PREFIX + "kv_transfer_streams_total"
 KV_TRANSFER_SECONDS = PREFIX + "kv_transfer_seconds"
+KV_TRANSFER_EXPOSED_SECONDS = PREFIX + "kv_transfer_exposed_seconds"
 LEASE_EXPIRED_TOTAL = PREFIX + "lease_expired_total"
 KV_WRITES_REFUSED_TOTAL = PREFIX + "kv_writes_refused_total"
 REFUSALS_TOTAL = PREFIX + "refusals_total"
 HANDOFFS_TOTAL = PREFIX + "handoffs_total"
 
 KV_TRANSFER_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds in seconds, without the last one (``+Inf``)."""
+"""Upper bounds of both histograms in seconds, without the last one (``+Inf``)."""
 
 WRITE_REFUSAL_CODES = (
     RefusalCode.STALE_ATTEMPT,
@@ -98,7 +99,12 @@ WORKER_METRICS = (
     WorkerMetric(
         name=KV_TRANSFER_SECONDS,
         kind="histogram",
-        documentation="Seconds in which page bytes of an acknowledged hand-off were under way, computing not counted.",
+        documentation="Seconds in which pages or commit of an acknowledged hand-off were under way, computing not counted.",
+    ),
+    WorkerMetric(
+        name=KV_TRANSFER_EXPOSED_SECONDS,
+        kind="histogram",
+        documentation="Seconds from a prompt's last chunk to its acknowledged hand-off: what computing did not hide.",
     ),
     WorkerMetric(name=LEASE_EXPIRED_TOTAL, kind="counter", documentation="Sequences released because no router named them."),
     WorkerMetric(

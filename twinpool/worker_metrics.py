@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llm_engine.phase import PhaseStatus
 from llm_engine.phase_counters import PhaseCounters
-from prefill_worker.handoff_counters import HandoffCounters
+from prefill_worker.handoff_counters import DurationHistogram, HandoffCounters
 from serving_core import metric_names as names
 from serving_core.errors import RefusalCode
 from serving_core.metric_names import WORKER_METRICS, WorkerMetric
@@ -44,7 +44,9 @@ def make_families(counts: WorkerCounts) -> tuple[MetricFamily, ...]:
 
 def _samples(metric: WorkerMetric, counts: WorkerCounts) -> Iterator[MetricSample]:
     if metric.name == names.KV_TRANSFER_SECONDS:
-        yield from _handoff_seconds(counts)
+        yield from _histogram(metric.name, counts.handoffs.transfer_s)
+    elif metric.name == names.KV_TRANSFER_EXPOSED_SECONDS:
+        yield from _histogram(metric.name, counts.handoffs.exposed_s)
     elif metric.name == names.PAGES:
         for state in PageState:
             yield _sample(metric.name, counts.pages[state], state=state.value)
@@ -65,9 +67,7 @@ def _samples(metric: WorkerMetric, counts: WorkerCounts) -> Iterator[MetricSampl
         yield _sample(metric.name, _plain_value(metric.name, counts))
 
 
-def _handoff_seconds(counts: WorkerCounts) -> Iterator[MetricSample]:
-    name = names.KV_TRANSFER_SECONDS
-    seconds = counts.handoffs.transfer_s
+def _histogram(name: str, seconds: DurationHistogram) -> Iterator[MetricSample]:
     for bound, num_observed in seconds.cumulative():
         yield _sample(f"{name}_bucket", num_observed, le="+Inf" if math.isinf(bound) else f"{bound:g}")
     yield _sample(f"{name}_sum", seconds.total_s)

@@ -109,6 +109,7 @@ async def test_life_of_a_handoff(path: PagePath) -> None:
     assert handoff.num_broken_ways == 0
     assert handoff.transfer_s > 0
     assert handoff.exposed_s is not None
+    assert handoff.hidden_fraction is not None
     # 5. A late cancel is a no-op.
     handoff.cancel()
     await asyncio.sleep(0.01)

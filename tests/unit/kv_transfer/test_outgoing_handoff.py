@@ -95,9 +95,17 @@ class ScriptedCommitter:
 
 
 class House:
-    """A hand-off with everything around it under the test's hand. Delays are recorded and cost no time."""
+    """A hand-off with everything around it under the test's hand. Delays are recorded, and cost no time unless they should."""
 
-    def __init__(self, *, breaks_at: Sequence[int] = (), num_lost_commits: int = 0, max_segment_bytes: int = 48) -> None:
+    def __init__(
+        self,
+        *,
+        breaks_at: Sequence[int] = (),
+        num_lost_commits: int = 0,
+        max_segment_bytes: int = 48,
+        delay_takes_time: bool = False,
+    ) -> None:
+        self._delay_takes_time = delay_takes_time
         self.clock = ManualClock()
         self.source = OnePage()
         self.transport = ScriptedTransport(self.clock, breaks_at)
@@ -117,6 +125,8 @@ class House:
 
     async def _sleep(self, seconds: float) -> None:
         self.delays.append(seconds)
+        if self._delay_takes_time:
+            self.clock.advance(seconds)
         await asyncio.sleep(0)
 
     @property
@@ -156,10 +166,49 @@ async def test_times_are_those_of_the_clock() -> None:
     house.handoff.offer(PAGES)
     house.clock.advance(100.0)  # nothing is under way yet
     house.handoff.finish(7, None)
+    assert (house.handoff.exposed_s, house.handoff.hidden_fraction) == (None, None)
     await house.handoff.run()
-    assert house.handoff.transfer_s == 6.0
+    assert house.handoff.transfer_s == 6.25  # six segments of a second, and the commit
     assert house.handoff.exposed_s == 6.25
+    assert house.handoff.hidden_fraction == 0.0
     assert house.handoff.num_bytes_sent == 3 * 64
+
+
+async def test_what_goes_while_the_next_chunk_is_computed_is_hidden() -> None:
+    house = House()
+    run = asyncio.create_task(house.handoff.run())
+    house.handoff.offer(PAGES[:2])
+    await turn_the_loop()  # four segments leave during the last chunk
+    house.clock.advance(100.0)
+    house.handoff.offer(PAGES[2:])
+    house.handoff.finish(7, None)
+    await run
+    assert house.handoff.transfer_s == 6.25
+    assert house.handoff.exposed_s == 2.25
+    assert house.handoff.hidden_fraction == 1 - 2.25 / 6.25
+
+
+async def test_the_wait_after_a_broken_way_is_exposed_but_no_transfer() -> None:
+    house = House(breaks_at=[5], delay_takes_time=True)
+    run = asyncio.create_task(house.handoff.run())
+    house.handoff.offer(PAGES[:2])
+    await turn_the_loop()
+    house.handoff.offer(PAGES[2:])
+    house.handoff.finish(7, None)
+    await run
+    assert house.delays == [1.0]
+    assert house.handoff.transfer_s == 6.25
+    assert house.handoff.exposed_s == 3.25
+    assert house.handoff.hidden_fraction == 1 - 3.25 / 6.25
+
+
+async def test_a_wait_longer_than_the_transfer_leaves_nothing_hidden() -> None:
+    house = House(breaks_at=[1, 2, 3, 4], delay_takes_time=True)
+    house.handoff.offer(PAGES)
+    house.handoff.finish(7, None)
+    await house.handoff.run()
+    assert house.handoff.exposed_s == 1.0 + 2.0 + 3.0 + 3.0 + 6.25
+    assert house.handoff.hidden_fraction == 0.0
 
 
 async def test_no_stream_is_opened_before_there_is_something_to_send() -> None:

@@ -43,6 +43,7 @@ def test_phases_are_summed() -> None:
     handoffs = HandoffCounters(num_bytes_sent=300, num_acknowledged=2, num_not_acknowledged=1)
     handoffs.transfer_s.observe(0.02)
     handoffs.transfer_s.observe(99.0)
+    handoffs.exposed_s.observe(0.004)
     seen = values(
         WorkerCounts(
             statuses=[
@@ -85,6 +86,8 @@ def test_phases_are_summed() -> None:
         "kv_transfer_bytes_total": 340,
         "kv_transfer_seconds_sum": 99.02,
         "kv_transfer_seconds_count": 2,
+        "kv_transfer_exposed_seconds_sum": 0.004,
+        "kv_transfer_exposed_seconds_count": 1,
         "lease_expired_total": 3,
     }
     assert seen["twinpool:pages", (("state", "sending"),)] == 1
@@ -98,3 +101,5 @@ def test_phases_are_summed() -> None:
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "0.01"),)] == 0
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "0.025"),)] == 1
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "+Inf"),)] == 2
+    assert seen["twinpool:kv_transfer_exposed_seconds_bucket", (("le", "0.0025"),)] == 0
+    assert seen["twinpool:kv_transfer_exposed_seconds_bucket", (("le", "0.005"),)] == 1
