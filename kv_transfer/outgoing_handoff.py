@@ -7,9 +7,11 @@
                         AWAITING_WAY          AWAITING_WAY
 
     From every state but the last: --> REFUSED, by the receiver's word, or --> CANCELLED, by ``cancel`` or the task's own end.
+    From AWAITING_WAY: --> LOST.
 
-AWAITING_WAY is a way that broke: after a delay the stream is opened again and everything that was not known to be accepted is
-sent again, or the commit is repeated. There is no last try; the lease of whoever cancels bounds it.
+AWAITING_WAY is a way that broke: after a delay the stream is opened again and every page that was not known to be accepted is
+sent again, or the commit is repeated. When nothing has got through for ``MAX_BROKEN_S`` the hand-off is LOST, for its router to
+lead it elsewhere: the router may reach both workers, and would name the sequence for ever.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ from serving_core.errors import Refused, WorkerLost
 from serving_core.ids import PageId
 from serving_core.token_event import TokenLogprobs
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
+
+MAX_BROKEN_S = 1.0
+"""How long after a way broke it is tried again, without anything getting through. That it broke takes two seconds to be noticed
+where the peer is silent, and a router that is told has to try its other worker within the five that a client may wait."""
 
 MAX_SEGMENT_BYTES = 256 << 10
 """Longer segments are hardly faster and hold up a decode worker's event loop for longer."""
@@ -58,10 +64,12 @@ class HandoffState(enum.Enum):
     COMMITTED = "committed"
     REFUSED = "refused"
     CANCELLED = "cancelled"
+    LOST = "lost"
+    """The way stayed broken."""
 
     @property
     def is_final(self) -> bool:
-        return self in (HandoffState.COMMITTED, HandoffState.REFUSED, HandoffState.CANCELLED)
+        return self in (HandoffState.COMMITTED, HandoffState.REFUSED, HandoffState.CANCELLED, HandoffState.LOST)
 
 
 class OutgoingHandoff:
@@ -83,6 +91,7 @@ class OutgoingHandoff:
         backoff: Backoff | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         max_segment_bytes: int = MAX_SEGMENT_BYTES,
+        max_broken_s: float = MAX_BROKEN_S,
     ) -> None:
         assert plan.destination == ticket.layout
         self._ticket = ticket
@@ -93,6 +102,7 @@ class OutgoingHandoff:
         self._clock = clock
         self._backoff = backoff or Backoff()
         self._sleep = sleep
+        self._max_broken_s = max_broken_s
         self._pieces = plan.pieces(max_segment_bytes)
         self._loop = asyncio.get_running_loop()
         self._first_ordinal = ticket.num_cached_tokens // plan.source.page_size
@@ -110,6 +120,7 @@ class OutgoingHandoff:
         self._transfer_s = 0.0
         self._num_bytes_sent = 0
         self._num_broken_ways = 0
+        self._broken_since: float | None = None  # nothing has got through since then
 
     @property
     def state(self) -> HandoffState:
@@ -172,8 +183,8 @@ class OutgoingHandoff:
     async def run(self) -> None:
         """Deliver every page and the commit. Returns once the decode worker has acknowledged.
 
-        Raises ``Refused`` when it declined, ``CancelledError`` after ``cancel``. Never raises ``WorkerLost``: a broken way is
-        tried again until one of the other ends comes.
+        Raises ``Refused`` when it declined, ``CancelledError`` after ``cancel``, ``WorkerLost`` when the way stayed broken for
+        ``max_broken_s``: what arrived may be complete then, and even the commit.
         """
         assert self._task is None, "a hand-off runs once"
         self._task = asyncio.current_task()
@@ -188,6 +199,9 @@ class OutgoingHandoff:
         except asyncio.CancelledError:
             self._state = HandoffState.CANCELLED
             raise
+        except WorkerLost:
+            self._state = HandoffState.LOST
+            raise
         self._state = HandoffState.COMMITTED
 
     async def _deliver_pages(self) -> None:
@@ -196,8 +210,8 @@ class OutgoingHandoff:
             try:
                 async with self._transport.open(self._ticket) as stream:
                     await self._push(stream)
-            except WorkerLost:
-                await self._wait_for_way()
+            except WorkerLost as lost:
+                await self._wait_for_way(lost)
 
     async def _push(self, stream: PageStream) -> None:
         while not self._is_everything_accepted():
@@ -210,13 +224,22 @@ class OutgoingHandoff:
                 self._transfer_s += self._clock.now() - started_at
 
     async def _send_offered(self, stream: PageStream) -> None:
-        ordinal = self._num_pages_accepted
-        while ordinal < self._num_ready_pages:  # more may be offered meanwhile
-            await self._send_page(stream, ordinal)
-            ordinal += 1
-        await stream.flush()
-        self._num_pages_accepted = ordinal
-        self._backoff.reset()
+        ordinal, num_accepted = self._num_pages_accepted, stream.num_accepted
+        try:
+            while ordinal < self._num_ready_pages:  # more may be offered meanwhile
+                await self._send_page(stream, ordinal)
+                ordinal += 1
+            await stream.flush()
+        finally:
+            self._note_accepted(stream.num_accepted - num_accepted)
+
+    def _note_accepted(self, num_segments: int) -> None:
+        """Of the pages that were sent last, in their order. Also when the way has broken under them: on one that breaks again
+        and again, a long prompt gets on none the less."""
+        if num_pages := num_segments // len(self._pieces):
+            self._num_pages_accepted += num_pages
+            self._backoff.reset()
+            self._broken_since = None
 
     async def _send_page(self, stream: PageStream, ordinal: int) -> None:
         payload = self._plan.payload(ordinal, self._ticket.num_prompt_tokens, self._source_page)
@@ -242,8 +265,8 @@ class OutgoingHandoff:
             self._state = HandoffState.AWAITING_ACKNOWLEDGEMENT
             try:
                 await self._committer.commit(self._commit)
-            except WorkerLost:
-                await self._wait_for_way()
+            except WorkerLost as lost:
+                await self._wait_for_way(lost)
             else:
                 self._exposed_s = self._clock.now() - self._finished_at
                 return
@@ -257,9 +280,14 @@ class OutgoingHandoff:
         self._has_news.clear()
         await self._has_news.wait()
 
-    async def _wait_for_way(self) -> None:
+    async def _wait_for_way(self, lost: WorkerLost) -> None:
+        """Raises ``lost`` when it is the last that was needed."""
         self._state = HandoffState.AWAITING_WAY
         self._num_broken_ways += 1
+        now = self._clock.now()
+        self._broken_since = now if self._broken_since is None else self._broken_since
+        if now - self._broken_since >= self._max_broken_s:
+            raise lost
         await self._sleep(self._backoff.next_delay_s())
 
     def _is_everything_accepted(self) -> bool:
