@@ -19,6 +19,7 @@ from kv_transfer.page_transport import PageStream, Segment
 from kv_transfer.stream_credits import StreamCredits
 from serving_core.errors import RefusalCode, Refused, WorkerLost
 from serving_core.rpc.channel_cache import ChannelCache, SharedChannel
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.transfer_ticket import TransferTicket
 
 
@@ -31,9 +32,10 @@ class GrpcPageTransport:
 
     name = "grpc"
 
-    def __init__(self, *, max_unanswered_segments: int = 8, stall_timeout_s: float = 5.0) -> None:
+    def __init__(self, *, token: ClusterToken = OPEN, max_unanswered_segments: int = 8, stall_timeout_s: float = 5.0) -> None:
         assert max_unanswered_segments >= 1
         assert stall_timeout_s > 0
+        self._token = token
         self._max_unanswered_segments = max_unanswered_segments
         self._stall_timeout_s = stall_timeout_s
         self._channels = ChannelCache(max_message_bytes=MAX_FRAME_BYTES)
@@ -42,7 +44,7 @@ class GrpcPageTransport:
     async def open(self, ticket: TransferTicket) -> AsyncIterator[PageStream]:
         """A stream to the ticket's decode worker. Connects with the first write."""
         async with self._channels.use(ticket.decode_address, ticket.decode_incarnation) as shared:
-            stream = _GrpcPageStream(shared, self._max_unanswered_segments, self._stall_timeout_s)
+            stream = _GrpcPageStream(shared, self._token, self._max_unanswered_segments, self._stall_timeout_s)
             try:
                 yield stream
             finally:
@@ -58,14 +60,21 @@ class GrpcPageTransport:
 class _GrpcPageStream:
     """One call. A task of its own reads answers, so that a refusal is known however many writes are under way."""
 
-    def __init__(self, shared: SharedChannel, max_unanswered_segments: int, stall_timeout_s: float) -> None:
+    def __init__(
+        self, shared: SharedChannel, token: ClusterToken, max_unanswered_segments: int, stall_timeout_s: float
+    ) -> None:
         self._address = shared.address
         self._stall_timeout_s = stall_timeout_s
         self._credits = StreamCredits(
             shared.address, max_unanswered_segments=max_unanswered_segments, stall_timeout_s=stall_timeout_s
         )
-        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = shared.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = shared.channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = method(metadata=token.metadata)
         self._reader = asyncio.create_task(self._read_answers())
+
+    @property
+    def num_accepted(self) -> int:
+        return self._credits.num_accepted
 
     @property
     def is_broken(self) -> bool:

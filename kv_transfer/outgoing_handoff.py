@@ -7,9 +7,11 @@
                         AWAITING_WAY          AWAITING_WAY
 
     From every state but the last: --> REFUSED, by the receiver's word, or --> CANCELLED, by ``cancel`` or the task's own end.
+    From AWAITING_WAY: --> LOST.
 
-AWAITING_WAY is a way that broke: after a delay the stream is opened again and everything that was not known to be accepted is
-sent again, or the commit is repeated. There is no last try; the lease of whoever cancels bounds it.
+AWAITING_WAY is a way that broke: after a delay the stream is opened again and every page that was not known to be accepted is
+sent again, or the commit is repeated. When nothing has got through for ``MAX_BROKEN_S`` the hand-off is LOST, for its router to
+lead it elsewhere: the router may reach both workers, and would name the sequence for ever.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ from serving_core.token_event import TokenLogprobs
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
 
 MAX_SEGMENT_BYTES = MAX_PAYLOAD_BYTES
-"""Each segment costs both ends some Python, whatever its length: with four times as many, gRPC and torch.distributed take nearly
-twice the processor time for a byte. A receiver's event loop is held up by one of them for about 0.2 ms."""
+"""Each segment costs both ends some Python, whatever its length: in segments of a quarter, gRPC and torch.distributed took nearly
+twice the processor time for a byte."""
+MAX_BROKEN_S = 1.0
+"""How long after a way broke it is tried again, without anything getting through. That it broke takes two seconds to be noticed
+where the peer is silent, and a router that is told has to try its other worker within the five that a client may wait."""
 
 
 class Committer(Protocol):
@@ -60,10 +65,12 @@ class HandoffState(enum.Enum):
     COMMITTED = "committed"
     REFUSED = "refused"
     CANCELLED = "cancelled"
+    LOST = "lost"
+    """The way stayed broken."""
 
     @property
     def is_final(self) -> bool:
-        return self in (HandoffState.COMMITTED, HandoffState.REFUSED, HandoffState.CANCELLED)
+        return self in (HandoffState.COMMITTED, HandoffState.REFUSED, HandoffState.CANCELLED, HandoffState.LOST)
 
 
 class OutgoingHandoff:
@@ -85,6 +92,7 @@ class OutgoingHandoff:
         backoff: Backoff | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         max_segment_bytes: int = MAX_SEGMENT_BYTES,
+        max_broken_s: float = MAX_BROKEN_S,
     ) -> None:
         assert plan.destination == ticket.layout
         self._ticket = ticket
@@ -95,6 +103,7 @@ class OutgoingHandoff:
         self._clock = clock
         self._backoff = backoff or Backoff()
         self._sleep = sleep
+        self._max_broken_s = max_broken_s
         self._pieces = plan.pieces(max_segment_bytes)
         self._loop = asyncio.get_running_loop()
         self._first_ordinal = ticket.num_cached_tokens // plan.source.page_size
@@ -112,6 +121,7 @@ class OutgoingHandoff:
         self._transfer_s = 0.0
         self._num_bytes_sent = 0
         self._num_broken_ways = 0
+        self._broken_since: float | None = None  # nothing has got through since then
 
     @property
     def state(self) -> HandoffState:
@@ -185,8 +195,8 @@ class OutgoingHandoff:
     async def run(self) -> None:
         """Deliver every page and the commit. Returns once the decode worker has acknowledged.
 
-        Raises ``Refused`` when it declined, ``CancelledError`` after ``cancel``. Never raises ``WorkerLost``: a broken way is
-        tried again until one of the other ends comes.
+        Raises ``Refused`` when it declined, ``CancelledError`` after ``cancel``, ``WorkerLost`` when the way stayed broken for
+        ``max_broken_s``: what arrived may be complete then, and even the commit.
         """
         assert self._task is None, "a hand-off runs once"
         self._task = asyncio.current_task()
@@ -201,6 +211,9 @@ class OutgoingHandoff:
         except asyncio.CancelledError:
             self._state = HandoffState.CANCELLED
             raise
+        except WorkerLost:
+            self._state = HandoffState.LOST
+            raise
         self._state = HandoffState.COMMITTED
 
     async def _deliver_pages(self) -> None:
@@ -209,8 +222,8 @@ class OutgoingHandoff:
             try:
                 async with self._transport.open(self._ticket) as stream:
                     await self._push(stream)
-            except WorkerLost:
-                await self._wait_for_way()
+            except WorkerLost as lost:
+                await self._wait_for_way(lost)
 
     async def _push(self, stream: PageStream) -> None:
         while not self._is_everything_accepted():
@@ -220,13 +233,22 @@ class OutgoingHandoff:
                 await self._send_offered(stream)
 
     async def _send_offered(self, stream: PageStream) -> None:
-        ordinal = self._num_pages_accepted
-        while ordinal < self._num_ready_pages:  # more may be offered meanwhile
-            await self._send_page(stream, ordinal)
-            ordinal += 1
-        await stream.flush()
-        self._num_pages_accepted = ordinal
-        self._backoff.reset()
+        ordinal, num_accepted = self._num_pages_accepted, stream.num_accepted
+        try:
+            while ordinal < self._num_ready_pages:  # more may be offered meanwhile
+                await self._send_page(stream, ordinal)
+                ordinal += 1
+            await stream.flush()
+        finally:
+            self._note_accepted(stream.num_accepted - num_accepted)
+
+    def _note_accepted(self, num_segments: int) -> None:
+        """Of the pages that were sent last, in their order. Also when the way has broken under them: on one that breaks again
+        and again, a long prompt gets on none the less."""
+        if num_pages := num_segments // len(self._pieces):
+            self._num_pages_accepted += num_pages
+            self._backoff.reset()
+            self._broken_since = None
 
     async def _send_page(self, stream: PageStream, ordinal: int) -> None:
         payload = self._plan.payload(ordinal, self._ticket.num_prompt_tokens, self._source_page)
@@ -253,8 +275,8 @@ class OutgoingHandoff:
             try:
                 with self._under_way():
                     await self._committer.commit(self._commit)
-            except WorkerLost:
-                await self._wait_for_way()
+            except WorkerLost as lost:
+                await self._wait_for_way(lost)
             else:
                 self._exposed_s = self._clock.now() - self._finished_at
                 return
@@ -276,9 +298,14 @@ class OutgoingHandoff:
         self._has_news.clear()
         await self._has_news.wait()
 
-    async def _wait_for_way(self) -> None:
+    async def _wait_for_way(self, lost: WorkerLost) -> None:
+        """Raises ``lost`` when it is the last that was needed."""
         self._state = HandoffState.AWAITING_WAY
         self._num_broken_ways += 1
+        now = self._clock.now()
+        self._broken_since = now if self._broken_since is None else self._broken_since
+        if now - self._broken_since >= self._max_broken_s:
+            raise lost
         await self._sleep(self._backoff.next_delay_s())
 
     def _is_everything_accepted(self) -> bool:

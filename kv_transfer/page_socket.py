@@ -5,15 +5,18 @@ needs no other news: whoever can connect is on the same host and in the same net
 another way. An abstract name is no file: nothing is left of it when its owner is killed. The kernel tells who is at the other
 end (SO_PEERCRED), and only the same user is talked to, in both directions.
 
-    hello:  magic "TWKS", version (u32), number of slots (u32), little-endian, with the ring's descriptor (SCM_RIGHTS)
+    hello:  magic "TWKS", version (u32), number of slots (u32), proof of the cluster's token (32 bytes), little-endian, with the
+            ring's descriptor (SCM_RIGHTS)
 
-The receiver answers as on every page path (``page_answer``), first with 0 accepted segments once it has the ring.
+The proof is for this socket's name alone: whoever listens on a name that is not his cannot use it elsewhere. The receiver
+answers as on every page path (``page_answer``), first with 0 accepted segments once it has the ring.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import os
 import socket
 import struct
@@ -22,10 +25,12 @@ from contextlib import suppress
 from kv_transfer.shared_ring import SharedRing
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import Incarnation
+from serving_core.rpc.cluster_token import OPEN, PROOF_BYTES, ClusterToken
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"TWKS"
-_HELLO = struct.Struct("<4sII")
+_HELLO = struct.Struct(f"<4sII{PROOF_BYTES}s")
+NO_PROOF = OPEN.proof(b"")
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -41,6 +46,11 @@ def socket_name(address: str, incarnation: Incarnation) -> str:
     return f"\0twinpool-pages-{VERSION}-{print_}"
 
 
+def proof_for(name: str, token: ClusterToken) -> bytes:
+    """What a member shows to whom it meets on the socket ``name``."""
+    return token.proof(name.encode())
+
+
 def new_socket() -> socket.socket:
     """A socket that keeps the bounds of messages and never blocks."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -53,20 +63,23 @@ def is_same_user(connection: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-def send_hello(connection: socket.socket, file: int, num_slots: int) -> None:
+def send_hello(connection: socket.socket, file: int, num_slots: int, proof: bytes = NO_PROOF) -> None:
     """The first message of a sender; a fresh connection has room for it. Raises ``OSError``."""
-    socket.send_fds(connection, [_HELLO.pack(_MAGIC, VERSION, num_slots)], [file])
+    socket.send_fds(connection, [_HELLO.pack(_MAGIC, VERSION, num_slots, proof)], [file])
 
 
-async def receive_hello(connection: socket.socket) -> SharedRing:
-    """Wait for a sender's first message. Raises ``Refused`` (MALFORMED) for one that is no hello, ``OSError``."""
+async def receive_hello(connection: socket.socket, proof: bytes = NO_PROOF) -> SharedRing:
+    """Wait for a sender's first message. Raises ``Refused`` (MALFORMED) for one that is no hello or does not show ``proof``,
+    ``OSError``. The ring of such a sender is not looked at."""
     message, files = await _receive_files(connection)
     try:
         if len(message) != _HELLO.size or len(files) != 1:
             raise _malformed(f"A hello has {_HELLO.size} bytes and one descriptor, not {len(message)} and {len(files)}.")
-        magic, version, num_slots = _HELLO.unpack(message)
+        magic, version, num_slots, shown = _HELLO.unpack(message)
         if (magic, version) != (_MAGIC, VERSION):
             raise _malformed(f"A hello starts with {magic!r} and version {version}, not {_MAGIC!r} and {VERSION}.")
+        if not hmac.compare_digest(shown, proof):
+            raise _malformed("The hello does not show this cluster's token.")
         return SharedRing.open(files[0], num_slots)
     finally:
         for file in files:

@@ -77,6 +77,11 @@ class PageSink(Protocol):
 class PageStream(Protocol):
     """The way to one decode worker for one attempt."""
 
+    @property
+    def num_accepted(self) -> int:
+        """Segments that the receiver has accepted, in the order in which they were written. Counts on from attempt to attempt
+        where a back end keeps its streams; still there when the way has broken."""
+
     async def write(self, segment: Segment) -> None:
         """Send one segment, once there is a credit for it. It need not be answered when this returns.
 

@@ -10,6 +10,7 @@ import grpc.aio
 from kv_transfer.page_frame import MAX_FRAME_BYTES
 from serving_core.errors import WorkerLost
 from serving_core.rpc.channel import open_channel
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 
 SERVICE = "twinpool.kv.v1.PagePair"
 METHOD = "Open"
@@ -18,10 +19,11 @@ METHOD = "Open"
 class PairCall:
     """One call on a channel of its own to HOST:PORT. Connects with the first message."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: ClusterToken = OPEN) -> None:
         self._address = address
         self._channel = open_channel(address, max_message_bytes=MAX_FRAME_BYTES)
-        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = method(metadata=token.metadata)
 
     async def send(self, message: bytes) -> None:
         """Raises ``WorkerLost`` once the call is over; why, ``receive`` knows."""

@@ -23,12 +23,13 @@ from itertools import groupby
 
 from kv_transfer.page_answer import encode_accepted, encode_refused
 from kv_transfer.page_frame import HEADER_BYTES, FrameHeader
-from kv_transfer.page_socket import is_same_user, new_socket, receive_hello, socket_name
+from kv_transfer.page_socket import NO_PROOF, is_same_user, new_socket, proof_for, receive_hello, socket_name
 from kv_transfer.page_transport import PageSink, Segment
 from kv_transfer.segment_inbox import SegmentInbox
 from kv_transfer.shared_ring import SLOT_BYTES, SharedRing
 from serving_core.errors import RefusalCode, Refused, WorkerLost
 from serving_core.ids import Incarnation
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 
 ACCEPT_RETRY_S = 1.0
 
@@ -36,7 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 class SharedMemoryPageService:
-    """Serves one decode worker's ``sink`` to senders of the same user on the same host. Lives on one event loop.
+    """Serves one decode worker's ``sink`` to senders of the same user on the same host who know ``token``. Lives on one event
+    loop.
 
     ``max_connections`` bounds descriptors and buffers: senders above that wait unanswered, and take another way. A hello must
     come within ``hello_timeout_s``, and the sink must take segments within ``max_wait_s``; ``linger_s`` bounds the wait for a
@@ -47,12 +49,15 @@ class SharedMemoryPageService:
         self,
         sink: PageSink,
         *,
+        token: ClusterToken = OPEN,
         max_connections: int = 128,
         hello_timeout_s: float = 2.0,
         max_wait_s: float = 30.0,
         linger_s: float = 1.0,
     ) -> None:
         self._sink = sink
+        self._token = token
+        self._proof = NO_PROOF
         self._hello_timeout_s = hello_timeout_s
         self._max_wait_s = max_wait_s
         self._linger_s = linger_s
@@ -70,9 +75,11 @@ class SharedMemoryPageService:
     def start(self, address: str, incarnation: Incarnation) -> None:
         """Listen for the senders that hold tickets of this incarnation. Raises ``OSError``."""
         assert self._listener is None
+        name = socket_name(address, incarnation)
+        self._proof = proof_for(name, self._token)
         listener = new_socket()
         try:
-            listener.bind(socket_name(address, incarnation))
+            listener.bind(name)
             listener.listen()
         except OSError:
             listener.close()
@@ -121,7 +128,7 @@ class SharedMemoryPageService:
             if not is_same_user(connection):
                 raise Refused(RefusalCode.MALFORMED, "Pages are taken from processes of the same user only.")
             async with asyncio.timeout(self._hello_timeout_s):
-                ring = await receive_hello(connection)
+                ring = await receive_hello(connection, self._proof)
             with closing(ring):
                 await self._answer(connection, encode_accepted(0))
                 await _Connection(connection, ring, self._sink, self._max_wait_s).serve()

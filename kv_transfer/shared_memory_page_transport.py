@@ -14,11 +14,12 @@ from contextlib import asynccontextmanager, suppress
 
 from kv_transfer.page_answer import MAX_ANSWER_BYTES, decode_answer
 from kv_transfer.page_frame import encode_header
-from kv_transfer.page_socket import is_same_user, new_socket, send_hello, socket_name
+from kv_transfer.page_socket import is_same_user, new_socket, proof_for, send_hello, socket_name
 from kv_transfer.page_transport import PageStream, Segment
 from kv_transfer.shared_ring import SharedRing
 from kv_transfer.stream_credits import StreamCredits
 from serving_core.errors import Refused, WorkerLost
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.transfer_ticket import TransferTicket
 
 
@@ -34,11 +35,13 @@ class SharedMemoryPageTransport:
     def __init__(
         self,
         *,
+        token: ClusterToken = OPEN,
         max_unanswered_segments: int = 8,
         stall_timeout_s: float = 5.0,
         connect_timeout_s: float = 1.0,
         max_idle: int = 4,
     ) -> None:
+        self._token = token
         self._max_unanswered_segments = max_unanswered_segments
         self._stall_timeout_s = stall_timeout_s
         self._connect_timeout_s = connect_timeout_s
@@ -93,7 +96,7 @@ class SharedMemoryPageTransport:
         connection = new_socket()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                ring = await _greet(connection, name, self._max_unanswered_segments)
+                ring = await _greet(connection, name, self._max_unanswered_segments, self._token)
         except TimeoutError:
             connection.close()
             raise _unreachable(ticket, f"it did not answer within {self._connect_timeout_s:g} s") from None
@@ -129,6 +132,10 @@ class _SharedMemoryStream:
         self._stall_timeout_s = stall_timeout_s
         self._loop = asyncio.get_running_loop()
         self._reader = asyncio.create_task(self._read_answers())
+
+    @property
+    def num_accepted(self) -> int:
+        return self._credits.num_accepted
 
     @property
     def is_settled(self) -> bool:
@@ -182,7 +189,7 @@ class _Unfit(Exception):
     """Who listens is not who should."""
 
 
-async def _greet(connection: socket.socket, name: str, num_slots: int) -> SharedRing:
+async def _greet(connection: socket.socket, name: str, num_slots: int, token: ClusterToken) -> SharedRing:
     """Connect and have the receiver take a new ring. Raises ``OSError``, ``Refused`` or ``_Unfit``."""
     connection.connect(name)  # on this host, it succeeds or fails at once
     if not is_same_user(connection):
@@ -190,7 +197,7 @@ async def _greet(connection: socket.socket, name: str, num_slots: int) -> Shared
     ring, file = SharedRing.create(num_slots)
     try:
         try:
-            send_hello(connection, file, num_slots)
+            send_hello(connection, file, num_slots, proof_for(name, token))
         finally:
             os.close(file)
         answer = await asyncio.get_running_loop().sock_recv(connection, MAX_ANSWER_BYTES)

@@ -34,6 +34,11 @@ class StreamCredits:
         return self._num_written
 
     @property
+    def num_accepted(self) -> int:
+        """Of these, those that the receiver has accepted."""
+        return self._num_accepted
+
+    @property
     def is_settled(self) -> bool:
         """Everything written was accepted and nothing has gone wrong."""
         return self._error is None and self._num_accepted == self._num_written

@@ -26,6 +26,7 @@ from kv_transfer.pair_thread import PairThread
 from kv_transfer.stream_credits import StreamCredits
 from serving_core.errors import Refused, WorkerLost
 from serving_core.ids import Incarnation
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.transfer_ticket import TransferTicket
 
 SEGMENTS_AT_ONCE = 8
@@ -49,6 +50,7 @@ class TorchDistributedPageTransport:
         host: str,
         *,
         hold_off: HoldOff,
+        token: ClusterToken = OPEN,
         device: str = "cpu",
         max_unanswered_segments: int = 16,
         stall_timeout_s: float = 5.0,
@@ -57,6 +59,7 @@ class TorchDistributedPageTransport:
     ) -> None:
         self._host = host
         self._hold_off = hold_off
+        self._token = token
         self._device = device
         self._max_unanswered_segments = max_unanswered_segments
         self._stall_timeout_s = stall_timeout_s
@@ -129,7 +132,7 @@ class TorchDistributedPageTransport:
         receiver = _Receiver.of(ticket)
         if (wait_s := self._hold_off.remaining_s(receiver.address, receiver.incarnation)) > 0:
             raise _unreachable(ticket, f"it failed just now and is tried again in {math.ceil(wait_s)} s")
-        call, thread = PairCall(receiver.address), PairThread()
+        call, thread = PairCall(receiver.address, self._token), PairThread()
         group = PairGroup(
             Rank.SENDER,
             device=self._device,
@@ -215,6 +218,10 @@ class _Pair:
         self._has_news = asyncio.Event()
         self._announcer = asyncio.create_task(self._announce())
         self._reader = asyncio.create_task(self._read_answers())
+
+    @property
+    def num_accepted(self) -> int:
+        return self._credits.num_accepted
 
     @property
     def is_settled(self) -> bool:

@@ -30,6 +30,7 @@ from serving_core.clock import Clock, MonotonicClock
 from serving_core.errors import ConfigError
 from serving_core.ids import RouterId, WorkerId
 from serving_core.rpc.channel import make_server
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.rpc.v1.router_link_pb2_grpc import add_RouterLinkServicer_to_server
 from serving_core.worker_status import Role, WorkerHello
 
@@ -45,7 +46,8 @@ class Router:
     ``model_print`` is what workers must hold; without one, the first worker to register decides. ``max_model_len`` is the
     window that workers are started with, used until they have told theirs. ``lease_s`` is the workers' lease;
     ``worker_wait_s`` is how long a request waits for a missing worker; ``max_waiting`` bounds the line. A worker that tells no
-    status for ``max_silence_s``, which must be well above its longest step, counts as lost.
+    status for ``max_silence_s``, which must be well above its longest step, counts as lost. Router and workers talk to one
+    another, and to nobody else, by ``cluster_token``.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Router:
         max_silence_s: float = MAX_SILENCE_S,
         api_key: str | None = None,
         admin_key: str | None = None,
+        cluster_token: ClusterToken = OPEN,
         clock: Clock | None = None,
         router_id: RouterId | None = None,
         draw_jitter: Callable[[], float] = random.random,
@@ -70,6 +73,7 @@ class Router:
         self.router_id = router_id or RouterId(uuid.uuid4().hex)
         self._tasks = BackgroundTasks()
         self._max_silence_s = max_silence_s
+        self._token = cluster_token
         self._directory = WorkerDirectory(
             clock=clock,
             dead_after_s=LEASES_UNTIL_DEAD * lease_s,
@@ -118,7 +122,7 @@ class Router:
     async def start_link(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Serve the link that workers dial. Returns its HOST:PORT; raises ``ConfigError`` when that cannot be bound."""
         assert self._server is None, "the link is started once"
-        self._server = make_server()
+        self._server = make_server(token=self._token)
         add_RouterLinkServicer_to_server(self._link, self._server)
         try:
             bound_port = self._server.add_insecure_port(f"{host}:{port}")
@@ -167,7 +171,7 @@ class Router:
         return [*missing, "a router that takes new requests: this one is draining"] if self._generator.is_draining else missing
 
     def _connect(self, hello: WorkerHello) -> WorkerClient:
-        return WorkerClient(hello, router_id=self.router_id, start_timeout_s=self._max_silence_s)
+        return WorkerClient(hello, router_id=self.router_id, token=self._token, start_timeout_s=self._max_silence_s)
 
     def _worker_metrics(self) -> list[WorkerMetrics]:
         return [

@@ -23,6 +23,7 @@ from kv_transfer.torch_distributed_page_transport import TorchDistributedPageTra
 from serving_core.clock import Clock
 from serving_core.errors import ConfigError, RefusalCode
 from serving_core.ids import Incarnation
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from twinpool.transfer_way import TransferWay
 
 _log = logging.getLogger(__name__)
@@ -64,27 +65,28 @@ class PagePlace:
         return ""
 
 
-def make_transport(place: PagePlace, clock: Clock) -> FallbackTransport:
-    """The sending end. Raises ``ConfigError`` for a way that this system does not have."""
+def make_transport(place: PagePlace, clock: Clock, token: ClusterToken = OPEN) -> FallbackTransport:
+    """The sending end, which shows ``token`` to receivers. Raises ``ConfigError`` for a way that this system does not have."""
     transports: list[PageTransport] = []
     if place.uses_shared_memory:
-        transports.append(SharedMemoryPageTransport())
+        transports.append(SharedMemoryPageTransport(token=token))
     if place.uses_torch_distributed:
-        transports.append(TorchDistributedPageTransport(place.host, device=place.device, hold_off=HoldOff(clock)))
+        transports.append(TorchDistributedPageTransport(place.host, device=place.device, hold_off=HoldOff(clock), token=token))
     if place.way is not TransferWay.SHARED_MEMORY:
-        transports.append(GrpcPageTransport())
+        transports.append(GrpcPageTransport(token=token))
     is_auto = place.way is TransferWay.AUTO
     return FallbackTransport(transports, left_out=place.why_no_torch_distributed if is_auto else "")
 
 
 class PageServices:
-    """The receiving ends, in front of one sink. gRPC is always there, so that the sender alone decides."""
+    """The receiving ends, in front of one sink. gRPC is always there, so that the sender alone decides. What is not ``server``
+    asks senders for ``token`` itself."""
 
-    def __init__(self, sink: PageSink, *, place: PagePlace, server: grpc.aio.Server) -> None:
+    def __init__(self, sink: PageSink, *, place: PagePlace, server: grpc.aio.Server, token: ClusterToken = OPEN) -> None:
         self._place = place
         self._grpc = GrpcPageService(sink)
         self._grpc.add_to_server(server)
-        self._shared_memory = SharedMemoryPageService(sink) if place.uses_shared_memory else None
+        self._shared_memory = SharedMemoryPageService(sink, token=token) if place.uses_shared_memory else None
         self._torch_distributed = None
         if place.uses_torch_distributed:
             self._torch_distributed = TorchDistributedPageService(sink, device=place.device)

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import gc
 import logging
+import os
 import socket
 import sys
 import time
@@ -30,6 +31,7 @@ from twinpool.joined_cluster import JoinedCluster
 from twinpool.local_cluster import LocalCluster
 from twinpool.process_cores import confine_process_tree
 from twinpool.serve_config import ServeConfig
+from twinpool.server_token import server_token
 from twinpool.start_display import BarDisplay, LineDisplay
 from twinpool.stop_signals import StopSignals
 from twinpool.worker_pools import WorkerPools
@@ -44,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """One server, from its start to its end."""
+    """One server, from its start to its end. Constructing it raises ``ConfigError`` for an environment with an unfit token."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class Server:
         self._chat_template = chat_template
         self._core_plan = core_plan
         self._listener = listener
+        self._cluster_token = server_token(os.environ)
         is_local = config.address == LOCAL
         self._cluster: Cluster = LocalCluster(num_gpus=config.num_gpus) if is_local else JoinedCluster(config.address)
 
@@ -117,6 +120,7 @@ class Server:
             worker_wait_s=self._config.worker_wait_s,
             api_key=self._config.api_key,
             admin_key=self._config.admin_key,
+            cluster_token=self._cluster_token,
         )
 
     async def _run_workers(self, router: Router, pools: WorkerPools, starting_cluster: asyncio.Task[WorkerPlaces]) -> None:
@@ -128,7 +132,7 @@ class Server:
             self._core_plan = plan_node_cores(self._config, places.num_cores)
         link_address = await router.start_link(places.host)
         specs = [
-            dataclasses.replace(spec, is_fabric_trusted=is_trusted)
+            dataclasses.replace(spec, is_fabric_trusted=is_trusted, cluster_token=self._cluster_token)
             for spec in make_worker_specs(self._config, self._model, self._core_plan, (link_address,))
         ]
         # what runs by now, and whatever it starts, leaves decode's cores alone; an engine thread moves to them by itself

@@ -26,6 +26,7 @@ from llm_engine.page_pool import PagePool
 from llm_engine.phase import Phase
 from llm_engine.step_loop import StepLoop
 from llm_engine.token_rules import TokenRules
+from prefill_worker.commit_client import CommitClient
 from prefill_worker.handoff_counters import HandoffCounters
 from prefill_worker.prefill_phase import PrefillPhase
 from prefill_worker.prefill_service import PrefillService
@@ -57,7 +58,7 @@ class Worker:
         layout = loaded.config.page_layout(page_size=page_size, dtype=engine.page_dtype)
         max_model_len = engine.max_model_len or loaded.config.max_model_len
         num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
-        self._server = make_server()
+        self._server = make_server(token=spec.cluster_token)
         address = _listen(self._server, spec.host)
         self.hello = WorkerHello(
             worker_id=spec.worker_id,
@@ -85,11 +86,14 @@ class Worker:
         )
         self._cache = KVCache(layout, num_pages, device=loaded.device, has_spare_page=loaded.device != CPU)
         self._pool = PagePool(num_pages, page_size, clock)
-        self._links = RouterLinks(addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew)
+        self._token = spec.cluster_token
+        self._links = RouterLinks(
+            addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew, token=self._token
+        )
         place = PagePlace(
             way=spec.transfer, host=spec.host, device=str(loaded.device), is_fabric_trusted=spec.is_fabric_trusted
         )
-        self._transport = make_transport(place, clock)
+        self._transport = make_transport(place, clock, self._token)
 
         self._decode = self._make_decode_phase() if PhaseName.DECODE in spec.phases else None
         self._prefill = self._make_prefill_phase() if PhaseName.PREFILL in spec.phases else None
@@ -179,7 +183,8 @@ class Worker:
 
     def _serve_decode(self, phase: DecodePhase, place: PagePlace) -> PageServices:
         DecodeService(phase=phase, engine=self._loop).add_to_server(self._server)
-        return PageServices(DecodePageSink(phase=phase, engine=self._loop), place=place, server=self._server)
+        sink = DecodePageSink(phase=phase, engine=self._loop)
+        return PageServices(sink, place=place, server=self._server, token=self._token)
 
     def _serve_prefill(self, phase: PrefillPhase) -> PrefillService:
         service = PrefillService(
@@ -189,6 +194,7 @@ class Worker:
             source=self._cache,
             transport=self._transport,
             clock=self._clock,
+            commits=CommitClient(token=self._token),
         )
         service.add_to_server(self._server)
         return service

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from serving_core.engine_config import EngineConfig
 from serving_core.ids import WorkerId
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.worker_status import PhaseName
 from twinpool.transfer_way import TransferWay
 
@@ -15,7 +16,8 @@ from twinpool.transfer_way import TransferWay
 class WorkerSpec:
     """One place in a pool. ``router_addresses`` are HOST:PORT of every router's link server; ``host`` is the address the worker
     itself listens on, at a port of the system's choice. ``gpu_share`` is what it was given of a GPU to compute on, where its
-    torch can: 0 for nothing, 1 for all of it. ``is_fabric_trusted``: see ``fabric``."""
+    torch can: 0 for nothing, 1 for all of it. ``is_fabric_trusted``: see ``fabric``.
+    ``cluster_token`` is the server's, for all who belong to it."""
 
     worker_id: WorkerId
     phases: frozenset[PhaseName]
@@ -27,3 +29,4 @@ class WorkerSpec:
     transfer: TransferWay = TransferWay.AUTO
     is_fabric_trusted: bool = True
     gpu_share: float = 0.0
+    cluster_token: ClusterToken = OPEN

@@ -62,6 +62,7 @@ def make_handoff(path: PagePath, ticket: TransferTicket, committer: SinkCommitte
         clock=MonotonicClock(),
         backoff=Backoff(first_s=0.01, max_s=0.05),
         max_segment_bytes=MAX_SEGMENT_BYTES,
+        max_broken_s=PATIENCE_S,
     )
 
 

@@ -87,8 +87,8 @@ def segments(attempt: int = 1, ordinals: Sequence[int] = (0,)) -> list[Segment]:
     return [segment for ordinal in ordinals for segment in cut_page(make_ticket(attempt=attempt), ordinal)]
 
 
-def hello(magic: bytes = b"TWKS", version: int = 1, num_slots: int = NUM_SLOTS) -> bytes:
-    return struct.pack("<4sII", magic, version, num_slots)
+def hello(magic: bytes = b"TWKS", version: int = 2, num_slots: int = NUM_SLOTS, proof: bytes = bytes(32)) -> bytes:
+    return struct.pack("<4sII32s", magic, version, num_slots, proof)
 
 
 def memory_file(num_bytes: int, *, is_sealable: bool = False) -> int:
@@ -104,7 +104,8 @@ def memory_file(num_bytes: int, *, is_sealable: bool = False) -> int:
         hello()[:-1],
         hello() + b"?",
         hello(magic=b"TWKV"),
-        hello(version=2),
+        hello(version=3),
+        hello(proof=bytes(31) + b"?"),
         hello(num_slots=0),
         hello(num_slots=NUM_SLOTS + 1),
         hello(num_slots=MAX_SLOTS + 1),

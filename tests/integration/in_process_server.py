@@ -22,6 +22,7 @@ from serving_core.generate_request import GenerateRequest
 from serving_core.ids import PageId, WorkerId
 from serving_core.metric_names import KV_TRANSFER_STREAMS_TOTAL
 from serving_core.page_state import PageState
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.token_event import FinishReason, TokenLogprobs
 from serving_core.worker_status import PhaseName
 from twinpool.transfer_way import TransferWay
@@ -46,9 +47,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InProcessServer:
-    """The router and its workers by name, ``prefill-0``, ``decode-0`` or ``colocated-0``."""
+    """The router and its workers by name, ``prefill-0``, ``decode-0`` or ``colocated-0``. ``link_address`` is where they have
+    dialled the router."""
 
     router: Router
+    link_address: str
     workers: dict[str, Worker]
 
     async def generate(self, request: GenerateRequest) -> Answer:
@@ -116,6 +119,7 @@ async def in_process_server(
     engine: EngineConfig,
     page_sizes: Mapping[str, int] | None = None,
     transfer: TransferWay = TransferWay.AUTO,
+    token: ClusterToken = OPEN,
 ) -> AsyncIterator[InProcessServer]:
     """A server with these workers, ready. ``loaded`` is shared: weights are only read. ``page_sizes`` are those of the workers
     that have another than ``engine`` says."""
@@ -125,6 +129,7 @@ async def in_process_server(
         tokenizer=read_tokenizer(path),
         chat_template=read_chat_template(path),
         lease_s=engine.lease_s,
+        cluster_token=token,
     )
     async with AsyncExitStack() as stack:
         address = await router.start_link()
@@ -139,11 +144,12 @@ async def in_process_server(
                 engine=replace(engine, page_size=(page_sizes or {}).get(name, engine.page_size)),
                 router_addresses=(address,),
                 transfer=transfer,
+                cluster_token=token,
             )
             running[name] = await stack.enter_async_context(Worker.running(spec, loaded, on_crash=crashes.append))
         async with asyncio.timeout(30):
             await router.wait_ready()
-        yield InProcessServer(router=router, workers=running)
+        yield InProcessServer(router=router, link_address=address, workers=running)
     running.clear()
     gc.collect()  # a worker is part of cycles, and holds its KV cache until they are found
     assert not crashes, crashes

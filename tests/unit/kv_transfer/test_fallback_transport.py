@@ -39,6 +39,8 @@ class FakeTransport:
 
 
 class FakeStream:
+    num_accepted = 0
+
     async def write(self, segment: Segment) -> None:
         raise WorkerLost("It broke.")
 

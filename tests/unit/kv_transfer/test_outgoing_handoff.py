@@ -34,6 +34,9 @@ TICKET = TransferTicket(
 )  # pages 1, 2 and 3
 
 
+MAX_BROKEN_S = 2.0
+
+
 class OnePage:
     """A pool whose pages all look alike; keeps the memory, so that tests can tell a view from a copy."""
 
@@ -45,7 +48,8 @@ class OnePage:
 
 
 class ScriptedTransport:
-    """Breaks at the numbered writes (from 1, over all streams), and before a clock tick of one second a write."""
+    """Breaks at the numbered writes (from 1, over all streams), and before a clock tick of one second a write. Accepts at a
+    flush, and at once when ``is_answering_early``."""
 
     name = "scripted"
 
@@ -55,6 +59,8 @@ class ScriptedTransport:
         self.num_open = 0
         self.num_opened = 0
         self.num_writes = 0
+        self.num_accepted = 0
+        self.is_answering_early = False
         self.written: list[Segment] = []
 
     @asynccontextmanager
@@ -76,9 +82,11 @@ class ScriptedTransport:
             raise WorkerLost("as the script says")
         self._clock.advance(1.0)
         self.written.append(segment)
+        if self.is_answering_early:
+            self.num_accepted = len(self.written)
 
     async def flush(self) -> None:
-        pass
+        self.num_accepted = len(self.written)
 
 
 class ScriptedCommitter:
@@ -111,6 +119,7 @@ class House:
         self.transport = ScriptedTransport(self.clock, breaks_at)
         self.committer = ScriptedCommitter(self.clock, num_lost_commits)
         self.delays: list[float] = []
+        self.seconds_per_delay = 0.0
         self.handoff = OutgoingHandoff(
             ticket=TICKET,
             plan=TransferPlan.between(LAYOUT, LAYOUT),
@@ -121,12 +130,12 @@ class House:
             backoff=Backoff(first_s=1.0, max_s=3.0),
             sleep=self._sleep,
             max_segment_bytes=max_segment_bytes,
+            max_broken_s=MAX_BROKEN_S,
         )
 
     async def _sleep(self, seconds: float) -> None:
         self.delays.append(seconds)
-        if self._delay_takes_time:
-            self.clock.advance(seconds)
+        self.clock.advance(seconds if self._delay_takes_time else self.seconds_per_delay)
         await asyncio.sleep(0)
 
     @property
@@ -237,6 +246,50 @@ async def test_what_was_flushed_is_not_sent_again() -> None:
     assert house.transport.num_opened == 2
     assert house.handoff.num_bytes_sent == 3 * 64 + 48
     assert house.committer.commits[0].num_bytes_sent == 3 * 64
+
+
+async def test_whole_pages_that_were_accepted_before_the_way_broke_are_not_sent_again() -> None:
+    house = House(breaks_at=[4])
+    house.transport.is_answering_early = True
+    house.handoff.offer(PAGES)
+    house.handoff.finish(7, None)
+    await house.handoff.run()
+    assert house.written == [*ALL[:3], *ALL[2:]]  # of the second page one piece had come, which is no page
+
+
+async def test_a_way_that_stays_broken_ends_the_hand_off() -> None:
+    house = House(breaks_at=range(1, 100))
+    house.seconds_per_delay = 0.5
+    house.handoff.offer(PAGES)
+    with pytest.raises(WorkerLost, match="as the script says"):
+        await house.handoff.run()
+    assert house.handoff.state is HandoffState.LOST
+    assert house.clock.now() == MAX_BROKEN_S
+    assert house.transport.num_open == 0
+    house.handoff.cancel()  # too late, and no error
+    await turn_the_loop()
+    assert house.handoff.state is HandoffState.LOST
+
+
+async def test_a_way_that_breaks_again_and_again_is_not_lost_while_something_gets_through() -> None:
+    house = House(breaks_at=[3, 4, 7, 8])
+    house.seconds_per_delay = 1.5
+    house.transport.is_answering_early = True
+    house.handoff.offer(PAGES)
+    house.handoff.finish(7, None)
+    await house.handoff.run()
+    assert house.handoff.state is HandoffState.COMMITTED
+
+
+async def test_a_commit_that_nobody_answers_ends_the_hand_off() -> None:
+    house = House(num_lost_commits=100)
+    house.seconds_per_delay = 1.0
+    house.handoff.offer(PAGES)
+    house.handoff.finish(7, None)
+    with pytest.raises(WorkerLost, match="as the script says"):
+        await house.handoff.run()
+    assert house.handoff.state is HandoffState.LOST
+    assert len(house.committer.commits) == 3
 
 
 async def test_delays_double_up_to_the_cap_and_start_over_after_progress() -> None:
