@@ -24,6 +24,7 @@ from serving_core.kv_page_layout import KVDType
 from serving_core.page_state import PageState
 from serving_core.sampling_params import SamplingParams
 from serving_core.token_event import TokenEvent
+from serving_core.worker_status import PhaseName
 from tests.equality_prompts import mt_bench_turns
 from tests.integration.in_process_server import COLOCATED, DECODE, PREFILL, Answer, InProcessServer, in_process_server
 from tests.pairwise import pairwise
@@ -274,6 +275,35 @@ async def test_cached_pages_have_the_bits_of_fresh_ones_in_bfloat16(workers: dic
             full, num_full = await generate(server, make_request(f"full-{number}", prompt))
             assert cold == half == full
             assert (num_half, num_full) == (len(prompt) // 2 // 16 * 16, (len(prompt) - 1) // 16 * 16)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [{"prefill-0": PREFILL, "prefill-1": PREFILL, "decode-0": DECODE, "decode-1": DECODE}, {"colocated-0": COLOCATED}],
+    ids=["pairs", "one"],
+)
+async def test_every_worker_has_the_warm_prompts_before_it_serves(
+    path: Path, loaded: LoadedModel, workers: dict[str, frozenset[PhaseName]]
+) -> None:
+    warm = (make_prompt(1, 40), make_prompt(2, 17))
+    async with in_process_server(path, loaded, list(workers.items()), engine=ENGINE, warm_prompts=warm) as server:
+        async with asyncio.timeout(30):
+            while any(worker["state"] != "ready" for worker in await workers_of(server)):  # noqa: ASYNC110 - a page to look at
+                await asyncio.sleep(0.01)
+        for worker in server.workers.values():
+            assert (await worker.read_pages(True)).counts[PageState.CACHED] >= 3  # of 16 tokens: 2 + 1
+        # as many requests at once as there are pairs, so that each worker gets one of them
+        for number, prompt in enumerate(warm):
+            begun = [make_request(f"r{number}-{i}", (*prompt, 200 + i, 3, 4)) for i in range(len(workers) // 2 or 1)]
+            answers = await asyncio.gather(*(generate(server, request) for request in begun))
+            assert [num_cached for _, num_cached in answers] == [len(prompt) // 16 * 16] * len(begun)
+            assert [answer for answer, _ in answers] == await answers_without_cache(path, loaded, begun)
+        await server.assert_no_leaks()
+
+
+async def workers_of(server: InProcessServer) -> list[dict[str, object]]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(server.router.app), base_url="http://router") as client:
+        return list((await client.get("/admin/workers")).json()["workers"])
 
 
 async def test_usage_over_http(path: Path, loaded: LoadedModel) -> None:
