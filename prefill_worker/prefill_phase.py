@@ -185,7 +185,7 @@ class PrefillPhase:
 
     def plan(self) -> StepPlan | None:
         self._borrow_local_pages()
-        rows = tuple(self._row(chunk) for chunk in self._scheduler.choose(self._take_pages))
+        rows = tuple(self._row(chunk) for chunk in self._scheduler.choose(self._take_pages, self._pages.is_coming))
         # A prompt's step may take long, and what is said here concerns other sequences: it does not wait for the step.
         self._outbox.flush()
         return StepPlan(phase=self.name, rows=rows) if rows else None

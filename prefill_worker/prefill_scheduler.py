@@ -5,7 +5,7 @@ Decides only; pages, hand-offs and leases are the phase's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prefill_worker.prefill_sequence import PrefillSequence
@@ -55,11 +55,17 @@ class PrefillScheduler:
         self._started = [other for other in self._started if other is not sequence]
         self._waiting = [other for other in self._waiting if other is not sequence]
 
-    def choose(self, take_pages: Callable[[PrefillSequence], bool]) -> list[Chunk]:
+    def choose(
+        self,
+        take_pages: Callable[[PrefillSequence], bool],
+        is_coming: Callable[[PrefillSequence, Sequence[PrefillSequence]], bool],
+    ) -> list[Chunk]:
         """The next step's chunks. ``take_pages`` gives a prompt its pages, or says that they are not to be had now.
+        ``is_coming`` says that one of those that have started will compute what the prompt would begin with: then it waits.
 
         A prompt that lacks pages holds up those behind it, so that none is overtaken for ever. Only prompts on the local path
-        pass: their pages are reserved already, and to wait would keep just those pages from coming free.
+        pass: their pages are reserved already, and to wait would keep just those pages from coming free. Who waits for what is
+        coming holds up nobody: each step brings it nearer.
         """
         step = _Step(num_tokens=self._max_num_batched_tokens, num_seqs=self._max_num_seqs, num_earlier=self._max_num_earlier)
         for sequence in self._started:
@@ -70,6 +76,8 @@ class PrefillScheduler:
             if step.is_full:
                 break
             if is_held_up and not sequence.is_local:
+                continue
+            if is_coming(sequence, self._started):
                 continue
             if not take_pages(sequence):
                 is_held_up = True

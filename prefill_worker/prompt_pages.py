@@ -6,6 +6,8 @@ line depends only on the pages that it would take from others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llm_engine.page_hash import PageHash, num_cacheable_pages, page_hashes
 from llm_engine.page_pool import PagePool
 from prefill_worker.handoff import LocalDecode
@@ -37,9 +39,9 @@ class PromptPages:
         """Give a prompt that waits its pages. False when they are not to be had now, or are another's turn."""
         if sequence.is_local:
             return True
-        line, num_prompt_tokens = self._pool.line, sequence.request.num_prompt_tokens
-        num_pages = self._layout.num_pages_for(num_prompt_tokens)
-        found = self._pool.find(sequence.page_hashes[: num_cacheable_pages(num_prompt_tokens, self._layout.page_size)])
+        line = self._pool.line
+        num_pages = self._layout.num_pages_for(sequence.request.num_prompt_tokens)
+        found = self._pool.find(self._cacheable(sequence))
         num_to_take = self._pool.num_to_take(num_pages, found)
         num_kept = line.num_kept_from(PhaseName.PREFILL, sequence.arrived_at)
         if num_to_take + num_kept > self._pool.num_available:
@@ -51,6 +53,20 @@ class PromptPages:
         sequence.page_ids = found + fresh
         sequence.start_behind(len(found) * self._layout.page_size)
         return True
+
+    def is_coming(self, sequence: PrefillSequence, started: Sequence[PrefillSequence]) -> bool:
+        """Whether one of those that have started will fill the first page that this prompt lacks. Their pages are shared once
+        they are full; to start at once would be to compute them twice."""
+        if sequence.is_local:
+            return False
+        hashes = self._cacheable(sequence)
+        first = len(self._pool.find(hashes))
+        return first < len(hashes) and any(
+            other.page_hashes[first : first + 1] == hashes[first : first + 1]
+            and other.num_computed < (first + 1) * self._layout.page_size
+            for other in started
+            if not other.is_local
+        )
 
     def publish(self, sequence: PrefillSequence) -> None:
         """Let other prompts share the full pages that are computed. Lent ones are decode's, which publishes them itself."""
@@ -80,3 +96,7 @@ class PromptPages:
             return
         self._pool.release(sequence.page_ids, sequence.owner)
         sequence.page_ids = ()
+
+    def _cacheable(self, sequence: PrefillSequence) -> tuple[PageHash, ...]:
+        """Of the pages that the prompt may begin with."""
+        return sequence.page_hashes[: num_cacheable_pages(sequence.request.num_prompt_tokens, self._layout.page_size)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc.aio
 from fastapi import FastAPI
@@ -24,6 +24,7 @@ from router.pair_generator import PairGenerator
 from router.registered_worker import MAX_SILENCE_S
 from router.tokenizer import Tokenizer
 from router.waiting_line import WaitingLine
+from router.warm_up import WarmUp
 from router.worker_client import WorkerClient
 from router.worker_directory import WorkerDirectory, WorkerState
 from serving_core.clock import Clock, MonotonicClock
@@ -47,7 +48,8 @@ class Router:
     window that workers are started with, used until they have told theirs. ``lease_s`` is the workers' lease;
     ``worker_wait_s`` is how long a request waits for a missing worker; ``max_waiting`` bounds the line. A worker that tells no
     status for ``max_silence_s``, which must be well above its longest step, counts as lost. Router and workers talk to one
-    another, and to nobody else, by ``cluster_token``.
+    another, and to nobody else, by ``cluster_token``. ``warm_prompts`` are token ids that a worker is to have in its prefix
+    cache before it takes requests.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Router:
         worker_wait_s: float = 30.0,
         max_waiting: int = 256,
         max_silence_s: float = MAX_SILENCE_S,
+        warm_prompts: Sequence[tuple[int, ...]] = (),
         api_key: str | None = None,
         admin_key: str | None = None,
         cluster_token: ClusterToken = OPEN,
@@ -79,6 +82,7 @@ class Router:
             dead_after_s=LEASES_UNTIL_DEAD * lease_s,
             connect=self._connect,
             tasks=self._tasks,
+            come_cold=bool(warm_prompts),
             max_silence_s=max_silence_s,
         )
         line = WaitingLine(
@@ -88,6 +92,14 @@ class Router:
             max_waiting=max_waiting,
         )
         self._metrics = RouterMetrics(model_name=model_name, workers=self._worker_metrics, num_waiting=lambda: len(line))
+        self._warm_up = WarmUp(
+            warm_prompts,
+            directory=self._directory,
+            tasks=self._tasks,
+            decisions=self._metrics,
+            draw_jitter=draw_jitter,
+            clock=clock,
+        )
         self._generator = PairGenerator(
             directory=self._directory,
             line=line,
@@ -153,6 +165,7 @@ class Router:
     def begin_drain(self) -> None:
         """Answer new requests with 503 from now on; those under way run to their end."""
         self._generator.begin_drain()
+        self._warm_up.close()
 
     async def wait_idle(self) -> None:
         """Return when no request is under way and every release is answered or given up. The caller bounds the time."""
@@ -160,6 +173,7 @@ class Router:
 
     async def stop(self) -> None:
         """End what is left: requests, releases (bounded by their deadline), links, channels. Idempotent."""
+        self._warm_up.close()
         await self._generator.close()
         self._directory.close()  # ends the links, which the server then only has to wait for
         if self._server is not None:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType, as_word
@@ -26,7 +27,7 @@ MAX_WORKER_WAIT_S = 3600.0
 class ServeConfig:
     """One server. With ``is_colocated`` there is one worker with both phases and both worker counts are 0. ``address`` is the
     Ray cluster's: ``local``, ``auto`` or HOST:PORT. ``num_gpus`` is of this machine, as torch can use them.
-    ``trusts_fabric``: see ``fabric``."""
+    ``trusts_fabric``: see ``fabric``. ``warm_prompts`` are files (see ``router.warm_prompts``)."""
 
     model: ModelSource
     served_model_name: str
@@ -45,6 +46,7 @@ class ServeConfig:
     num_gpus: int
     transfer: TransferWay = TransferWay.AUTO
     trusts_fabric: bool = False
+    warm_prompts: tuple[Path, ...] = ()
 
     @property
     def is_on_gpus(self) -> bool:
@@ -54,6 +56,10 @@ class ServeConfig:
     def flags_of(self, phase: PhaseName) -> EngineFlags:
         """The phase's own."""
         return self.prefill if phase is PhaseName.PREFILL else self.decode
+
+    def max_model_len(self, model_window: int) -> int:
+        """The smallest window of the workers."""
+        return min(flags.max_model_len or model_window for flags in (self.prefill, self.decode))
 
     def without_kernels(self) -> ServeConfig:
         """The same for a machine where the native kernels do not run: no worker, however often it starts, looks for them."""
@@ -74,6 +80,8 @@ def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
     for name in ("served_model_name", "api_key", "admin_key", "host"):
         if getattr(flags, name) is not None and not getattr(flags, name).strip():
             raise ConfigError(f"--{name.replace('_', '-')} is empty: give it a value or leave it out")
+    if flags.warm_prompt and not prefill.enable_prefix_caching:
+        raise ConfigError("--warm-prompt needs the prefix cache of prefill: drop it, or what switches prefix caching off")
     model = find_model(flags.model)
     return ServeConfig(
         model=model,
@@ -93,6 +101,7 @@ def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
         num_gpus=num_gpus,
         transfer=transfer,
         trusts_fabric=flags.trust_fabric,
+        warm_prompts=tuple(map(Path, flags.warm_prompt)),
     )
 
 

@@ -52,6 +52,13 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     service.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="port to listen on, 0 for any free one (default: %(default)s)"
     )
+    service.add_argument(
+        "--warm-prompt",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="beginning of prompts, or of conversations (FILE.json), that each worker caches before it serves; may be repeated",
+    )
     service.add_argument("--api-key", help="what clients must send as Authorization: Bearer …")
     service.add_argument("--admin-key", help="what callers of /admin must send instead (default: the API key)")
     service.add_argument(

@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from llm_engine.model_config import ModelConfig
@@ -46,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """One server, from its start to its end. Constructing it raises ``ConfigError`` for an environment with an unfit token."""
+    """One server, from its start to its end. ``warm_prompts`` are token ids: see ``Router``. Constructing it raises
+    ``ConfigError`` for an environment with an unfit token."""
 
     def __init__(
         self,
@@ -57,11 +59,13 @@ class Server:
         chat_template: ChatTemplate,
         core_plan: CorePlan,
         listener: socket.socket,
+        warm_prompts: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self._config = config
         self._model = model
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._warm_prompts = warm_prompts
         self._core_plan = core_plan
         self._listener = listener
         self._cluster_token = server_token(os.environ)
@@ -113,11 +117,10 @@ class Server:
             model_name=self._config.served_model_name,
             tokenizer=self._tokenizer,
             chat_template=self._chat_template,
-            max_model_len=min(
-                flags.max_model_len or self._model.max_model_len for flags in (self._config.prefill, self._config.decode)
-            ),
+            max_model_len=self._config.max_model_len(self._model.max_model_len),
             lease_s=self._config.lease_s,
             worker_wait_s=self._config.worker_wait_s,
+            warm_prompts=self._warm_prompts,
             api_key=self._config.api_key,
             admin_key=self._config.admin_key,
             cluster_token=self._cluster_token,

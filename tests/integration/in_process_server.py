@@ -120,9 +120,10 @@ async def in_process_server(
     page_sizes: Mapping[str, int] | None = None,
     transfer: TransferWay = TransferWay.AUTO,
     token: ClusterToken = OPEN,
+    warm_prompts: Sequence[tuple[int, ...]] = (),
 ) -> AsyncIterator[InProcessServer]:
     """A server with these workers, ready. ``loaded`` is shared: weights are only read. ``page_sizes`` are those of the workers
-    that have another than ``engine`` says."""
+    that have another than ``engine`` says. ``warm_prompts``: see ``Router``."""
     crashes: list[BaseException] = []
     router = Router(
         model_name="model",
@@ -130,6 +131,7 @@ async def in_process_server(
         chat_template=read_chat_template(path),
         lease_s=engine.lease_s,
         cluster_token=token,
+        warm_prompts=warm_prompts,
     )
     async with AsyncExitStack() as stack:
         address = await router.start_link()

@@ -19,7 +19,7 @@ from twinpool.transfer_way import TransferWay
 
 NUM_TOKENS = 12
 MAX_NUM_PROMPTS = 256
-_PHASES = {"prefill-0": PREFILL, "decode-0": DECODE, "colocated-0": COLOCATED}
+_PHASES = {"prefill": PREFILL, "decode": DECODE, "colocated": COLOCATED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,24 @@ class ServedModel:
 
     @asynccontextmanager
     async def server(
-        self, page_sizes: Mapping[str, int], *, engine: EngineConfig | None = None, transfer: TransferWay = TransferWay.AUTO
+        self,
+        page_sizes: Mapping[str, int],
+        *,
+        engine: EngineConfig | None = None,
+        transfer: TransferWay = TransferWay.AUTO,
+        warm_prompts: Sequence[tuple[int, ...]] = (),
     ) -> AsyncIterator[InProcessServer]:
         """Of these workers: ``{"prefill-0": 8, "decode-0": 16}`` or ``{"colocated-0": 16}``. In the end all pages are free or
         cached."""
-        workers = [(name, _PHASES[name]) for name in page_sizes]
+        workers = [(name, _PHASES[name.rpartition("-")[0]]) for name in page_sizes]
         async with in_process_server(
-            self.path, self.loaded, workers, engine=engine or self.engine, page_sizes=page_sizes, transfer=transfer
+            self.path,
+            self.loaded,
+            workers,
+            engine=engine or self.engine,
+            page_sizes=page_sizes,
+            transfer=transfer,
+            warm_prompts=warm_prompts,
         ) as server:
             yield server
             await server.assert_no_leaks()

@@ -3,6 +3,7 @@ Every mix of cached and not: ``test_covering_array``."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 
 from serving_core import metric_names
 from serving_core.kv_page_layout import KVDType
+from serving_core.page_state import PageState
 from tests.equality_prompts import mt_bench_turns
 from tests.integration.served_model import NUM_TOKENS, ServedModel, make_prompt, make_request
 from twinpool.model_source import DEFAULT_MODEL, find_model
@@ -68,6 +70,31 @@ async def test_cached_pages_have_the_bits_of_fresh_ones_in_bfloat16(workers: dic
             assert cold == half == full
             assert half.num_cached_tokens == len(prompt) // 2 // 16 * 16
             assert full.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize(
+    "workers", [{"prefill-0": 16, "prefill-1": 16, "decode-0": 16, "decode-1": 16}, {"colocated-0": 16}], ids=["pairs", "one"]
+)
+async def test_every_worker_has_the_warm_prompts_before_it_serves(tiny_model: ServedModel, workers: dict[str, int]) -> None:
+    warm = (make_prompt(1, 40), make_prompt(2, 17))
+    async with tiny_model.server(workers, warm_prompts=warm) as server:
+        async with asyncio.timeout(30):
+            while any(worker["state"] != "ready" for worker in await workers_of(server)):  # noqa: ASYNC110 - a page to look at
+                await asyncio.sleep(0.01)
+        for worker in server.workers.values():
+            assert (await worker.read_pages(True)).counts[PageState.CACHED] >= 3  # of 16 tokens: 2 + 1
+        # as many requests at once as there are pairs, so that each worker gets one of them
+        for number, prompt in enumerate(warm):
+            begun = [make_request(f"r{number}-{i}", (*prompt, 200 + i, 3, 4)) for i in range(len(workers) // 2 or 1)]
+            answers = await asyncio.gather(*(server.generate(request) for request in begun))
+            assert [answer.num_cached_tokens for answer in answers] == [len(prompt) // 16 * 16] * len(begun)
+            assert list(answers) == await tiny_model.answers_without_cache(begun)
+        await server.assert_no_leaks()
+
+
+async def workers_of(server: InProcessServer) -> list[dict[str, object]]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(server.router.app), base_url="http://router") as client:
+        return list((await client.get("/admin/workers")).json()["workers"])
 
 
 async def test_usage_over_http(tiny_model: ServedModel) -> None:

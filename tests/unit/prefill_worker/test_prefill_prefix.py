@@ -218,3 +218,59 @@ def test_cached_pages_are_offered_before_the_rest_is_computed(prefill: PrefillSi
     prefill.runner.before_run = lambda plan: offered.append(len(handoff.pages))
     prefill.run_out()
     assert offered == [4, 6]
+
+
+@pytest.mark.parametrize("num_equal", [2, 5])
+def test_equal_prompts_that_come_together_are_computed_once(prefill: PrefillSide, num_equal: int) -> None:
+    requests = [request_of(f"r{number}", 13) for number in range(num_equal)]
+    handoffs = [start(prefill, request) for request in requests]
+    prefill.run_out()
+    assert [num_computed(prefill, request) for request in requests] == [13] + [1] * (num_equal - 1)
+    for request, handoff in zip(requests, handoffs, strict=True):
+        assert prefill.token_ids(request.key) == [next_token(request.prompt_token_ids)]
+        prefill.end_handoff(handoff, None)
+    assert_no_leaks(prefill.pool)
+
+
+def test_who_waits_for_what_is_coming_holds_up_nobody() -> None:
+    prefill = PrefillSide(has_prefix_cache=True, num_pages=32, max_num_batched_tokens=24)
+    first, second = request_of("first", 20), request_of("second", 8, end=(5, 6, 7, 8, 9))
+    other = make_request(3, name="other")
+    for request in (first, second, other):
+        start(prefill, request)
+    plan = prefill.step()
+    assert plan is not None
+    assert [(row.key, len(row.token_ids)) for row in plan.rows] == [(first.key, 20), (other.key, 3)]
+    prefill.run_out()
+    assert num_computed(prefill, second) == 5
+
+
+def test_who_waited_for_a_prompt_that_ends_early_computes_the_rest(prefill: PrefillSide) -> None:
+    first, second = request_of("first", 20), request_of("second", 20)
+    start(prefill, first)
+    start(prefill, second)
+    prefill.step()
+    prefill.phase.abort(first.key, 1)
+    prefill.close_cancelled()
+    prefill.run_out()
+    assert num_computed(prefill, second) == 12
+    # a row that failed leaves nothing to begin with
+    third, fourth = (make_request(20, name=name, prompt_token_ids=make_prompt(20, first=300)) for name in ("third", "fourth"))
+    prefill.runner.failing.add(third.key)
+    start(prefill, third)
+    start(prefill, fourth)
+    prefill.run_out()
+    assert num_computed(prefill, fourth) == 20
+
+
+def test_nobody_waits_for_a_page_that_was_given_up() -> None:
+    """One that was computed and is in no index any more does not come again."""
+    prefill = PrefillSide(has_prefix_cache=True, num_pages=32, max_num_batched_tokens=24)
+    first, second = request_of("first", 40), request_of("second", 20)
+    handoff = start(prefill, first)
+    prefill.step()
+    prefill.pool.forget([page_id for _, page_id in handoff.pages])
+    start(prefill, second)
+    plan = prefill.step()
+    assert plan is not None
+    assert [(row.key, row.start_position) for row in plan.rows] == [(first.key, 24), (second.key, 0)]

@@ -291,3 +291,26 @@ def test_ctrl_c_before_it_serves_needs_no_words(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(serve_command, "serve_command", interrupt)
     assert main(["serve"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_warm_prompts_are_files_in_their_order() -> None:
+    assert config_of("--warm-prompt", "b.txt", "--warm-prompt=a.json").warm_prompts == (Path("b.txt"), Path("a.json"))
+    assert config_of().warm_prompts == ()
+
+
+@pytest.mark.parametrize("switch", ["--no-enable-prefix-caching", "--prefill-no-enable-prefix-caching"])
+def test_warm_prompts_need_a_cache(capsys: pytest.CaptureFixture[str], switch: str) -> None:
+    assert "--warm-prompt needs the prefix cache of prefill" in refusal_of(capsys, "serve", "--warm-prompt", "a.txt", switch)
+    assert config_of("--warm-prompt", "a.txt", "--decode-no-enable-prefix-caching").warm_prompts
+
+
+def test_a_warm_prompt_that_cannot_be_used_is_refused_before_anything_is_started(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, file = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "warm.txt"
+    argv = ("serve", str(model), "--port", "0", "--max-model-len", "64", "--warm-prompt", str(file))
+    assert f"--warm-prompt {file} cannot be read: No such file or directory\n" in refusal_of(capsys, *argv)
+    file.write_text("\n")
+    assert f"--warm-prompt {file} is empty\n" in refusal_of(capsys, *argv)
+    file.write_text("a longer tale " * 100)
+    assert f"--warm-prompt {file} " in refusal_of(capsys, *argv)

@@ -113,3 +113,26 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["serve", "--config", str(tmp_path)]) == 2
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xfa")
     assert main(["serve", "--config", str(tmp_path / "binary.yaml")]) == 2
+
+
+def test_a_flag_that_may_be_repeated_takes_a_list_and_adds_up(tmp_path: Path, served: list[ServeConfig]) -> None:
+    for text, argv in (
+        ("warm-prompt: a.txt", ()),
+        ("warm-prompt: [a.txt, b.json]", ()),
+        ("warm-prompt:\n- a.txt", ("--warm-prompt", "c.txt")),
+        ("warm-prompt: []", ()),
+    ):
+        assert serve(tmp_path, text, *argv) == 0
+    assert [[path.name for path in config.warm_prompts] for config in served] == [
+        ["a.txt"],
+        ["a.txt", "b.json"],
+        ["a.txt", "c.txt"],
+        [],
+    ]
+
+
+def test_no_other_flag_takes_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], served: list[ServeConfig]) -> None:
+    for text in ("port: [1, 2]", "warm-prompt: [[a.txt]]", "warm-prompt: [{a: b}]"):
+        assert serve(tmp_path, text) == 2
+        assert "must be one text or number" in capsys.readouterr().err
+    assert not served
