@@ -33,8 +33,8 @@ from serving_core.token_event import TokenLogprobs
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
 
 MAX_SEGMENT_BYTES = MAX_PAYLOAD_BYTES
-"""Each segment costs both ends some Python, whatever its length: in segments of a quarter, gRPC and torch.distributed took nearly
-twice the processor time for a byte."""
+"""Each segment costs both ends some Python, whatever its length: in segments of a quarter, gRPC and torch.distributed took
+nearly twice the processor time for a byte."""
 MAX_BROKEN_S = 1.0
 """How long after a way broke it is tried again, without anything getting through. That it broke takes two seconds to be noticed
 where the peer is silent, and a router that is told has to try its other worker within the five that a client may wait."""

@@ -82,10 +82,11 @@ def make_request(
 
 
 class FakeCache:
-    """Page memory of ``LAYOUT``: a page holds page_size keys, then as many values, four bytes each."""
+    """Page memory of ``layout``, ``LAYOUT`` with pages of any size: page_size keys, then as many values, four bytes each."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.pages = [bytearray(LAYOUT.page_bytes) for _ in range(num_pages)]
+    def __init__(self, num_pages: int, layout: KVPageLayout = LAYOUT) -> None:
+        self._page_size = layout.page_size
+        self.pages = [bytearray(layout.page_bytes) for _ in range(num_pages)]
 
     def page_memory(self, page_id: PageId) -> memoryview:
         return memoryview(self.pages[page_id]).toreadonly()
@@ -95,11 +96,11 @@ class FakeCache:
         self.pages[page_id][offset : offset + payload.nbytes] = payload
 
     def put_key(self, page_ids: Sequence[PageId], position: int, key: int) -> None:
-        page, slot = divmod(position, LAYOUT.page_size)
+        page, slot = divmod(position, self._page_size)
         struct.pack_into("<i", self.pages[page_ids[page]], 4 * slot, key)
 
     def keys(self, page_ids: Sequence[PageId], num_tokens: int) -> list[int]:
-        slots = (divmod(position, LAYOUT.page_size) for position in range(num_tokens))
+        slots = (divmod(position, self._page_size) for position in range(num_tokens))
         return [struct.unpack_from("<i", self.pages[page_ids[page]], 4 * slot)[0] for page, slot in slots]
 
 
@@ -243,10 +244,13 @@ class DecodeSide:
         has_prefix_cache: bool = False,
         name: str = "decode-0",
         incarnation: str = "d0",
+        address: str = "127.0.0.1:1",
+        layout: KVPageLayout = LAYOUT,
     ) -> None:
         self.clock = clock or ManualClock()
-        self.pool = PagePool(num_pages, LAYOUT.page_size, self.clock)
-        self.cache = FakeCache(num_pages)
+        self.layout = layout
+        self.pool = PagePool(num_pages, layout.page_size, self.clock)
+        self.cache = FakeCache(num_pages, layout)
         self.runner = FakeRunner(self.cache)
         self.sink = RecordingSink()
         self._num_ids = 0
@@ -254,8 +258,8 @@ class DecodeSide:
         self.phase = DecodePhase(
             worker_id=WorkerId(name),
             incarnation=Incarnation(incarnation),
-            address="127.0.0.1:1",
-            layout=LAYOUT,
+            address=address,
+            layout=layout,
             pool=self.pool,
             cache=self.cache,
             rules=TokenRules(eos_token_ids=eos, num_tokens=NUM_TOKENS, max_model_len=MAX_MODEL_LEN),
@@ -318,17 +322,19 @@ class PrefillSide:
         eos: frozenset[int] = frozenset(),
         has_prefix_cache: bool = False,
         beside: DecodeSide | None = None,
+        layout: KVPageLayout = LAYOUT,
     ) -> None:
         self.clock = clock or (beside.clock if beside else ManualClock())
-        self.pool = beside.pool if beside else PagePool(num_pages, LAYOUT.page_size, self.clock)
-        self.cache = beside.cache if beside else FakeCache(num_pages)
+        self.layout = beside.layout if beside else layout
+        self.pool = beside.pool if beside else PagePool(num_pages, layout.page_size, self.clock)
+        self.cache = beside.cache if beside else FakeCache(num_pages, layout)
         self.runner = FakeRunner(self.cache)
         self.sink = RecordingSink()
         self.handoffs: list[FakeHandoff] = []
         local_decode: LocalDecode | None = beside.phase if beside else None
         self.phase = PrefillPhase(
             worker_id=WorkerId("prefill-0"),
-            layout=LAYOUT,
+            layout=self.layout,
             pool=self.pool,
             rules=TokenRules(eos_token_ids=eos, num_tokens=NUM_TOKENS, max_model_len=MAX_MODEL_LEN),
             sink=self.sink,

@@ -119,11 +119,12 @@ async def in_process_server(
     engine: EngineConfig,
     page_sizes: Mapping[str, int] | None = None,
     transfer: TransferWay = TransferWay.AUTO,
+    transfers: Mapping[str, TransferWay] | None = None,
     token: ClusterToken = OPEN,
     warm_prompts: Sequence[tuple[int, ...]] = (),
 ) -> AsyncIterator[InProcessServer]:
-    """A server with these workers, ready. ``loaded`` is shared: weights are only read. ``page_sizes`` are those of the workers
-    that have another than ``engine`` says. ``warm_prompts``: see ``Router``."""
+    """A server with these workers, ready. ``loaded`` is shared: weights are only read. ``page_sizes`` and ``transfers`` are
+    those of the workers that have another than ``engine`` and ``transfer`` say. ``warm_prompts``: see ``Router``."""
     crashes: list[BaseException] = []
     router = Router(
         model_name="model",
@@ -145,7 +146,7 @@ async def in_process_server(
                 model_name="model",
                 engine=replace(engine, page_size=(page_sizes or {}).get(name, engine.page_size)),
                 router_addresses=(address,),
-                transfer=transfer,
+                transfer=(transfers or {}).get(name, transfer),
                 cluster_token=token,
             )
             running[name] = await stack.enter_async_context(Worker.running(spec, loaded, on_crash=crashes.append))

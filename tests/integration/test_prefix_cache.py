@@ -14,6 +14,7 @@ from serving_core import metric_names
 from serving_core.kv_page_layout import KVDType
 from serving_core.page_state import PageState
 from tests.equality_prompts import mt_bench_turns
+from tests.integration.in_process_server import InProcessServer
 from tests.integration.served_model import NUM_TOKENS, ServedModel, make_prompt, make_request
 from twinpool.model_source import DEFAULT_MODEL, find_model
 
