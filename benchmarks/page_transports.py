@@ -113,7 +113,7 @@ async def _receive(ready: Connection, gloo_port: int) -> None:
     GrpcPageService(sink).add_to_server(server)
     pairs = TorchDistributedPageService(sink)
     pairs.add_to_server(server)
-    drop = grpc.stream_unary_rpc_method_handler(_drop)
+    drop: Any = grpc.stream_unary_rpc_method_handler(_drop)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_ALONE, {"Write": drop}),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

@@ -63,7 +63,7 @@ def run_worker(node: Node, spec: WorkerSpec, pace: Pace, log: Path) -> None:
     """Serve until killed."""
     _settle(node, log)
     PacedRunner.pace = pace
-    twinpool.worker.ModelRunner = PacedRunner  # type: ignore[misc]  # in this process alone
+    twinpool.worker.ModelRunner = PacedRunner  # type: ignore[misc, attr-defined]  # in this process alone
     thread = WorkerThread(spec)
     thread.start()
     thread.join()

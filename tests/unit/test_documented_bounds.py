@@ -15,7 +15,7 @@ from serving_core.rpc.channel import KEEPALIVE_TIME_MS, PING_TIMEOUT_MS
 from twinpool.router_link import MAX_BACK_OFF_S
 
 TEXT = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
-LEASE_S = next(field.default for field in fields(EngineConfig) if field.name == "lease_s")
+LEASE_S = float(next(str(field.default) for field in fields(EngineConfig) if field.name == "lease_s"))
 BOUNDS_MS = {
     "lease_s": 1000 * LEASE_S,
     "KEEPALIVE_TIME_MS": KEEPALIVE_TIME_MS,
