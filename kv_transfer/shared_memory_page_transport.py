@@ -48,6 +48,7 @@ class SharedMemoryPageTransport:
         self._max_idle = max_idle
         self._idle: list[_SharedMemoryStream] = []  # in order of last use
         self._in_use: set[_SharedMemoryStream] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     @asynccontextmanager
@@ -56,13 +57,13 @@ class SharedMemoryPageTransport:
         when the worker cannot be reached this way. Nothing was sent then."""
         if self._is_closed:
             raise WorkerLost(f"The way to {ticket.decode_address} is closed because this worker is stopping.")
-        stream = await self._take_idle(ticket) or await self._connect(ticket)
+        stream = self._take_idle(ticket) or await self._connect(ticket)
         self._in_use.add(stream)
         try:
             yield stream
         finally:
             self._in_use.discard(stream)
-            await self._give_back(stream)
+            self._give_back(stream)
 
     async def close(self) -> None:
         """Release every connection; streams still open raise ``WorkerLost``. Idempotent."""
@@ -70,26 +71,34 @@ class SharedMemoryPageTransport:
         streams = [*self._idle, *self._in_use]
         self._idle.clear()
         for stream in streams:
-            await stream.release()
+            self._release(stream)
+        if self._releases:
+            await asyncio.wait(self._releases)
 
-    async def _take_idle(self, ticket: TransferTicket) -> _SharedMemoryStream | None:
-        broken = [stream for stream in self._idle if not stream.is_settled]
+    def _take_idle(self, ticket: TransferTicket) -> _SharedMemoryStream | None:
+        for stream in self._idle:
+            if not stream.is_settled:
+                self._release(stream)
         self._idle = [stream for stream in self._idle if stream.is_settled]
         name = socket_name(ticket.decode_address, ticket.decode_incarnation)
         found = next((stream for stream in self._idle if stream.socket_name == name), None)
         if found is not None:
             self._idle.remove(found)
-        for stream in broken:
-            await stream.release()
         return found
 
-    async def _give_back(self, stream: _SharedMemoryStream) -> None:
+    def _give_back(self, stream: _SharedMemoryStream) -> None:
         if not stream.is_settled or self._is_closed:
-            await stream.release()
+            self._release(stream)
             return
         self._idle.append(stream)
         while len(self._idle) > self._max_idle:
-            await self._idle.pop(0).release()
+            self._release(self._idle.pop(0))
+
+    def _release(self, stream: _SharedMemoryStream) -> None:
+        """In a task of its own: whoever gives a stream back may be cancelled, and it must still be closed."""
+        release = asyncio.create_task(stream.release())
+        self._releases.add(release)
+        release.add_done_callback(self._releases.discard)
 
     async def _connect(self, ticket: TransferTicket) -> _SharedMemoryStream:
         name = socket_name(ticket.decode_address, ticket.decode_incarnation)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +67,7 @@ class TorchDistributedPageTransport:
         self._max_idle = max_idle
         self._idle: list[_Pair] = []  # in order of last use
         self._in_use: set[_Pair] = set()
-        self._endings: set[asyncio.Future[None]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     @asynccontextmanager
@@ -76,13 +76,13 @@ class TorchDistributedPageTransport:
         reason when there cannot be one. Nothing was sent then."""
         if self._is_closed:
             raise WorkerLost(f"The way to {ticket.decode_address} is closed because this worker is stopping.")
-        pair = await self._take_idle(ticket) or await self._connect(ticket)
+        pair = self._take_idle(ticket) or await self._connect(ticket)
         self._in_use.add(pair)
         try:
             yield pair
         finally:
             self._in_use.discard(pair)
-            await self._give_back(pair)
+            self._give_back(pair)
 
     async def close(self) -> None:
         """Release every pair; streams still open raise ``WorkerLost``. Waits for the pairs' threads, at most as long as one
@@ -91,42 +91,37 @@ class TorchDistributedPageTransport:
         pairs = [*self._idle, *self._in_use]
         self._idle.clear()
         for pair in pairs:
-            await self._release(pair)
-        if self._endings:
-            await asyncio.wait(self._endings, timeout=self._stall_timeout_s)
+            self._release(pair.release())
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=self._stall_timeout_s)
 
-    async def _take_idle(self, ticket: TransferTicket) -> _Pair | None:
-        broken = [pair for pair in self._idle if not pair.is_settled]
+    def _take_idle(self, ticket: TransferTicket) -> _Pair | None:
+        for pair in self._idle:
+            if not pair.is_settled:
+                self._release(pair.release())
         self._idle = [pair for pair in self._idle if pair.is_settled]
         receiver = _Receiver.of(ticket)
         found = next((pair for pair in self._idle if pair.receiver == receiver), None)
         if found is not None:
             self._idle.remove(found)
-        for pair in broken:
-            await self._release(pair)
         return found
 
-    async def _give_back(self, pair: _Pair) -> None:
+    def _give_back(self, pair: _Pair) -> None:
         if pair.is_broken and not self._is_closed:
             self._hold_off.fail(pair.receiver.address, pair.receiver.incarnation)
         if not pair.is_settled or self._is_closed:
-            await self._release(pair)
+            self._release(pair.release())
             return
         self._hold_off.succeed(pair.receiver.address, pair.receiver.incarnation)
         self._idle.append(pair)
         while len(self._idle) > self._max_idle:
-            await self._release(self._idle.pop(0))
+            self._release(self._idle.pop(0).release())
 
-    async def _release(self, pair: _Pair) -> None:
-        await pair.release()
-        self._end(pair.thread, pair.group)
-
-    def _end(self, thread: PairThread, group: PairGroup) -> None:
-        if thread.is_ended:
-            return
-        ending = thread.end(group.close)
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
+    def _release(self, releasing: Coroutine[None, None, None]) -> None:
+        """In a task of its own: whoever gives a pair back may be cancelled, and it must still end."""
+        release = asyncio.create_task(releasing)
+        self._releases.add(release)
+        release.add_done_callback(self._releases.discard)
 
     async def _connect(self, ticket: TransferTicket) -> _Pair:
         receiver = _Receiver.of(ticket)
@@ -144,8 +139,7 @@ class TorchDistributedPageTransport:
             async with asyncio.timeout(self._connect_timeout_s):
                 await self._meet(receiver, call, thread, group)
         except BaseException as error:
-            self._end(thread, group)
-            await call.close()
+            self._release(_end(call, thread, group))
             if not isinstance(error, TimeoutError | Refused | WorkerLost):
                 raise
             self._hold_off.fail(receiver.address, receiver.incarnation)
@@ -205,8 +199,8 @@ class _Pair:
         stall_timeout_s: float,
     ) -> None:
         self.receiver = receiver
-        self.thread = thread
-        self.group = group
+        self._thread = thread
+        self._group = group
         self._call = call
         self._stall_timeout_s = stall_timeout_s
         self._credits = StreamCredits(
@@ -235,7 +229,7 @@ class _Pair:
 
     async def write(self, segment: Segment) -> None:
         await self._credits.wait_for_credit()
-        self.group.fill(self._credits.num_written, segment.payload)
+        self._group.fill(self._credits.num_written, segment.payload)
         header = encode_header(segment)  # after the copy, which has brought the payload into the cache
         self._credits.use()
         self._unannounced.append(header)
@@ -248,13 +242,13 @@ class _Pair:
         await self._credits.wait_until_accepted()
 
     async def release(self) -> None:
-        """End the call, whatever is under way. Idempotent, returns at once. Thread and group end with what they are doing."""
+        """End the call at once, whatever is under way, then thread and group with what they are doing. Idempotent."""
         self._credits.end(WorkerLost("The page stream was released."))
         tasks = (self._announcer, self._reader)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await self._call.close()
+        await _end(self._call, self._thread, self._group)
 
     async def _announce(self) -> None:
         try:
@@ -265,7 +259,7 @@ class _Pair:
                 self._unannounced, self._lengths = [], []
                 self._num_announced += len(headers)
                 # Sent before it is announced: so the receiver, which posts its receive after that, never waits for nothing.
-                self.thread.call(partial(self.group.send, first, lengths)).add_done_callback(self._note_sent)
+                self._thread.call(partial(self._group.send, first, lengths)).add_done_callback(self._note_sent)
                 async with asyncio.timeout(self._stall_timeout_s):
                     await self._call.send(encode_announcement(headers))
         except TimeoutError:
@@ -285,6 +279,12 @@ class _Pair:
                 self._credits.take_answer(await self._call.receive())
         except (Refused, WorkerLost) as error:
             self._credits.end(error)
+
+
+async def _end(call: PairCall, thread: PairThread, group: PairGroup) -> None:
+    await call.close()
+    if not thread.is_ended:
+        await thread.end(group.close)
 
 
 def _unreachable(ticket: TransferTicket, reason: str) -> WorkerLost:
