@@ -123,7 +123,12 @@ class Admission:
             sequence.callers.append(call.answer)
             return sequence.reservation.ticket if sequence.reservation else None
         self._check_admissible(request, sequence)
-        return self._admit(call) if sequence is None else self._retry(sequence, call)
+        if sequence is None:
+            return self._admit(call)
+        if sequence.num_in_flight > 0:  # a step writes into its pages, so they cannot be promised again
+            self._held.drop(sequence)
+            return self._admit(call)
+        return self._retry(sequence, call)
 
     def _check_admissible(self, request: GenerateRequest, held: DecodeSequence | None) -> None:
         if self._is_draining and held is None:

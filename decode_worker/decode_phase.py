@@ -13,6 +13,7 @@ Life of one sequence:
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from decode_worker.admission import Admission, ReserveCall
@@ -20,7 +21,7 @@ from decode_worker.admission_check import AdmissionCheck
 from decode_worker.admission_queue import AdmissionQueue
 from decode_worker.commit_check import check_commit, require_token
 from decode_worker.decode_scheduler import MAX_REPLAY_TOKENS, DecodeScheduler
-from decode_worker.decode_sequence import DecodeSequence, DecodeState, TicketAnswer
+from decode_worker.decode_sequence import DecodeSequence, DecodeState, RowUnderWay, TicketAnswer
 from decode_worker.held_sequences import HeldSequences
 from decode_worker.page_intake import KVWriter, PageIntake
 from decode_worker.prompt_prefix import PromptPrefix
@@ -30,7 +31,7 @@ from kv_transfer.page_transport import Segment
 from llm_engine.page_pool import PagePool
 from llm_engine.phase import PhaseStatus
 from llm_engine.phase_counters import PhaseCounters
-from llm_engine.step_plan import StepPlan, StepResult
+from llm_engine.step_plan import PlanRow, StepPlan, StepResult
 from llm_engine.token_rules import TokenRules
 from serving_core.clock import Clock
 from serving_core.errors import RefusalCode
@@ -118,7 +119,8 @@ class DecodePhase:
             clock=clock,
         )
         self._intake = PageIntake(desk=self._desk, pool=pool, cache=cache, counters=self.counters)
-        self._scheduler = DecodeScheduler(layout=layout, max_replay_tokens=max_replay_tokens)
+        self._scheduler = DecodeScheduler(layout=layout, rules=rules, max_replay_tokens=max_replay_tokens)
+        self._under_way: deque[tuple[RowUnderWay, ...]] = deque()  # of each plan that was not applied
 
     # Reservation
 
@@ -191,15 +193,31 @@ class DecodePhase:
         if not rows:
             self._outbox.flush()
             return None
+        self._under_way.append(tuple(self._begin_row(row) for row in rows))
         return StepPlan(phase=self.name, rows=rows)
+
+    def _begin_row(self, row: PlanRow) -> RowUnderWay:
+        sequence = self._held[row.key]
+        sequence.num_in_flight += len(row.token_ids)
+        sequence.num_not_yet_known += row.sample is not None
+        # The step's own claim, so that nobody gets these pages before it is over, should the sequence end meanwhile.
+        written = row.page_ids[row.start_position // self._pool.page_size :]
+        self._pool.adopt(written, sequence.owner)
+        return RowUnderWay(sequence=sequence, owner=sequence.owner, written_page_ids=written)
 
     def _take_pages(self, sequence: DecodeSequence, num_pages: int) -> bool:
         return self._seats.grow(sequence, num_pages, self._held.evict)
 
     def apply(self, plan: StepPlan, result: StepResult) -> None:
         failures = result.failures or (None,) * len(plan.rows)
-        for row, token, failure in zip(plan.rows, result.tokens, failures, strict=True):
-            sequence = self._held[row.key]
+        under_way = self._under_way.popleft()
+        for row, begun, token, failure in zip(plan.rows, under_way, result.tokens, failures, strict=True):
+            sequence = begun.sequence
+            self._pool.release(begun.written_page_ids, begun.owner)
+            if sequence.state is DecodeState.ENDED:
+                continue
+            sequence.num_in_flight -= len(row.token_ids)
+            sequence.num_not_yet_known -= row.sample is not None
             if failure is not None:
                 self._held.fail(sequence, FailureKind.INTERNAL, RefusalCode.UNKNOWN_RESERVATION, failure)
                 continue

@@ -73,6 +73,9 @@ class DecodeSequence:
     admitted so that it is never evicted (see ``Seats``). ``reservation`` is None exactly while waiting for pages.
     ``output_token_ids`` is empty until the commit and begins with the request's log then; keys and values of the first
     ``num_cached_outputs`` of them are cached. ``sample_template``, from the commit on, is how the rest of them are chosen.
+
+    Steps under way, which were planned and not applied, compute ``num_in_flight`` further tokens and sample
+    ``num_not_yet_known`` of them: one in the step before, when the next is planned.
     """
 
     request: GenerateRequest
@@ -90,6 +93,8 @@ class DecodeSequence:
     output_token_ids: array[int] = field(default_factory=lambda: array("i"))
     sample_template: SampleTemplate | None = None
     num_cached_outputs: int = 0
+    num_in_flight: int = 0
+    num_not_yet_known: int = 0
 
     @property
     def key(self) -> SequenceKey:
@@ -115,17 +120,26 @@ class DecodeSequence:
         return self.max_pages - (len(self.reservation.page_ids) if self.reservation else 0)
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Prompt and answer as far as keys and values are cached, once the hand-off happened."""
-        return self.request.num_prompt_tokens + self.num_cached_outputs
+    def num_planned_outputs(self) -> int:
+        """Tokens of the answer whose keys and values are cached, or will be when the steps under way are over."""
+        return self.num_cached_outputs + self.num_in_flight
 
     @property
     def num_pending(self) -> int:
-        """Tokens of the answer that are known and not cached: one, or more while a log is replayed."""
-        return len(self.output_token_ids) - self.num_cached_outputs
+        """Tokens of the answer that are to be computed: the newest, known or not, or more while a log is replayed."""
+        return len(self.output_token_ids) + self.num_not_yet_known - self.num_planned_outputs
 
     def answer_callers(self, refused: Refused) -> None:
         """Tell those who still wait for a ticket that none will come."""
         if self.state is DecodeState.WAITING_FOR_PAGES:
             for answer in self.callers:
                 answer(refused)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowUnderWay:
+    """A row of a step that was planned and not applied. ``owner`` has a claim of the step's own on the pages that it writes."""
+
+    sequence: DecodeSequence
+    owner: PageOwner
+    written_page_ids: tuple[PageId, ...]

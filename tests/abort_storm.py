@@ -154,6 +154,7 @@ class Storm:
             max_num_seqs=chance.randrange(2, 9),
             max_num_batched_tokens=chance.randrange(3, 24),
             max_segment_bytes=chance.choice((8, 12, 1 << 20)),
+            is_ahead=chance.random() < 0.5,
         )
 
     def _draw_clients(self) -> list[Client]:

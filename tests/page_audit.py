@@ -26,9 +26,9 @@ def audit_decode(side: DecodeSide, salts: Iterable[bytes]) -> None:
     for sequence in side.phase._held._sequences.values():
         if sequence.state is DecodeState.DECODING:
             assert sequence.reservation is not None
-            text = (*sequence.request.prompt_token_ids, *sequence.output_token_ids)[: sequence.num_cached_tokens]
-            held = side.cache.keys(sequence.reservation.page_ids, sequence.num_cached_tokens)
-            assert held == list(text), f"decode's pages of {sequence.key} hold another text"
+            text = [*sequence.request.prompt_token_ids, *sequence.output_token_ids[: sequence.num_cached_outputs]]
+            held = side.cache.keys(sequence.reservation.page_ids, len(text))
+            assert held == text, f"decode's pages of {sequence.key} hold another text"
 
 
 def audit_prefill(side: PrefillSide, salts: Iterable[bytes]) -> None:
@@ -46,7 +46,7 @@ def assert_nothing_shared_is_written(pool: PagePool, plan: StepPlan) -> None:
     """A step's rows write into pages that belong to their sequences alone and that no index knows."""
     for row in plan.rows:
         for page_id in row.page_ids[row.start_position // pool.page_size :]:
-            assert len(pool.owners(page_id)) == 1, f"page {page_id} is written and shared"
+            assert len(set(pool.owners(page_id))) == 1, f"page {page_id} is written and shared"
             assert page_id not in pool._index, f"page {page_id} is written and in the prefix index"
 
 
@@ -83,6 +83,8 @@ def _claims(phase: DecodePhase | PrefillPhase) -> Iterator[Claim]:
         for held in phase._held._sequences.values():
             if held.reservation is not None:
                 yield held.owner, held.reservation.page_ids
+        for row in (row for rows in phase._under_way for row in rows):
+            yield row.owner, row.written_page_ids
         return
     for sequence in _prefill_sequences(phase):
         if not sequence.is_local:  # lent pages are decode's

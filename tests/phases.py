@@ -6,8 +6,9 @@ from __future__ import annotations
 import struct
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decode_worker.decode_phase import DecodePhase
 from kv_transfer.page_transport import Segment
@@ -26,6 +27,7 @@ from serving_core.kv_page_layout import KVDType, KVPageLayout
 from serving_core.sampling_params import SamplingParams
 from serving_core.token_event import SequenceEvent, SequenceEvicted, SequenceFailed, TokenEvent, TokenLogprobs
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
+from serving_core.worker_status import PhaseName
 
 LAYOUT = KVPageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=4, dtype=KVDType.FLOAT32)
 NUM_TOKENS = 997
@@ -63,6 +65,7 @@ def make_request(
     output_token_ids: tuple[int, ...] = (),
     prompt_token_ids: tuple[int, ...] | None = None,
     cache_salt: bytes = b"",
+    repetition_penalty: float = 1.0,
 ) -> GenerateRequest:
     """Of a prompt of its own unless ``prompt_token_ids`` is given."""
     own_prompt = make_prompt(num_prompt_tokens, first=zlib.crc32(name.encode()) % NUM_TOKENS)
@@ -75,6 +78,7 @@ def make_request(
             min_tokens=min_tokens,
             ignore_eos=ignore_eos,
             stop_token_ids=stop_token_ids,
+            repetition_penalty=repetition_penalty,
         ),
         output_token_ids=output_token_ids,
         cache_salt=cache_salt,
@@ -127,6 +131,47 @@ class FakeRunner:
             tokens.append(SampledToken(token_id=next_token(token_ids), logprobs=TokenLogprobs(logprob=-0.5)))
         failures = tuple("The fake row failed." if row.key in self.failing else None for row in plan.rows)
         return StepResult(tokens=tuple(tokens), failures=failures if any(failures) else ())
+
+
+class FakeAheadRunner:
+    """A device that computes decode steps one after another, each as late as it may: when it is waited for, or something begins
+    that is not waited for. Until then memory must be as the step needs it."""
+
+    def __init__(self, inner: FakeRunner) -> None:
+        self._inner = inner
+        self._begun: deque[FakeStepUnderWay] = deque()
+        self._newest: dict[SequenceKey, int] = {}  # what the step before sampled
+
+    def run(self, plan: StepPlan) -> StepResult | FakeStepUnderWay:
+        if plan.phase is not PhaseName.DECODE:
+            while self._begun:
+                self._compute_next()
+            return self._inner.run(plan)
+        step = FakeStepUnderWay(plan, self._compute_next)
+        self._begun.append(step)
+        return step
+
+    def _compute_next(self) -> None:
+        step = self._begun.popleft()
+        rows = [
+            replace(row, token_ids=(self._newest[row.key],)) if row.is_ahead else row for row in step.plan.rows
+        ]
+        step.result = self._inner.run(replace(step.plan, rows=tuple(rows)))
+        self._newest = {
+            row.key: token.token_id for row, token in zip(rows, step.result.tokens, strict=True) if token is not None
+        }
+
+
+@dataclass
+class FakeStepUnderWay:
+    plan: StepPlan
+    compute_next: Callable[[], None]
+    result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        while self.result is None:
+            self.compute_next()
+        return self.result
 
 
 class RecordingSink:

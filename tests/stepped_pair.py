@@ -36,7 +36,7 @@ from serving_core.rpc import convert
 from serving_core.rpc.channel import make_server
 from serving_core.rpc.v1 import prefill_pb2
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
-from tests.phases import LAYOUT, ROUTER, DecodeSide, PrefillSide
+from tests.phases import LAYOUT, ROUTER, DecodeSide, FakeAheadRunner, PrefillSide
 from twinpool.page_paths import PagePlace, PageServices, make_transport
 from twinpool.transfer_way import TransferWay
 
@@ -46,7 +46,7 @@ MAX_LATE = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """How large things are in a pair. ``way`` None is loopback; then commits go without gRPC as well. ``max_segment_bytes``
-    cuts pages, so that they arrive in parts."""
+    cuts pages, so that they arrive in parts. ``is_ahead``: decode's steps begin before those before them are over."""
 
     way: TransferWay | None
     prefill_page_size: int
@@ -56,6 +56,7 @@ class Shape:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_segment_bytes: int
+    is_ahead: bool = False
 
     @property
     def prefill_layout(self) -> KVPageLayout:
@@ -252,7 +253,8 @@ class SteppedDecode:
         )
         self.local = PrefillSide(beside=self.side, max_num_batched_tokens=shape.max_num_batched_tokens, has_prefix_cache=True)
         self.phases: tuple[Phase, ...] = (self.side.phase, self.local.phase)
-        self.loop = SteppedLoop(self.side.runner, self.phases, clock)
+        runner = FakeAheadRunner(self.side.runner) if shape.is_ahead else self.side.runner
+        self.loop = SteppedLoop(runner, self.phases, clock)
         self.sink: PageSink = DecodePageSink(phase=self.side.phase, engine=self.loop)
         self.local_service = SteppedPrefillService(
             self.local,
