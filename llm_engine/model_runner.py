@@ -44,6 +44,7 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, cache: KVCache, *, max_recorded_rows: int = 0) -> None:
         self._device = cache.tensor.device
+        max_recorded_rows = min(max_recorded_rows, cache.num_pages)  # each of them writes into a page of its own
         self._engines = {phase: _engine_of(phase, loaded, cache, max_recorded_rows) for phase in loaded.phases}
 
     @torch.inference_mode()

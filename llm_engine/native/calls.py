@@ -99,6 +99,6 @@ class AttendCall(Structure):
 
 
 class ReplayedCall(Structure):
-    """``Step`` of ``replay.cpp``: a kernel's address, and that of its call."""
+    """See ``replay.cpp``: a kernel's address, and that of its call."""
 
     _fields_ = (("kernel", c_void_p), ("call", c_void_p))

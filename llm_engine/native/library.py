@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
@@ -46,8 +47,12 @@ def load_library() -> NativeLibrary | None:
     return found if isinstance(found, NativeLibrary) else None
 
 
+class _OfThread(threading.local):
+    recording: Recording | None = None
+
+
 class NativeLibrary:
-    """One method a kernel. Activations are bfloat16; what a method returns is newly allocated.
+    """One method a kernel. Activations are bfloat16; what a method returns is newly allocated, in a recording from its memory.
 
     A row's result depends on that row alone, bit for bit, and not on the number of threads, which is torch's.
 
@@ -57,14 +62,14 @@ class NativeLibrary:
     time. The other kernels take a few microseconds, in a full prefill step up to half a millisecond, and keep the lock: that
     halves how often a step may have to wait for it. A replay releases it once.
 
-    Within ``recording`` no kernel runs: calls are kept, to be replayed. Those that cannot be fail an assertion.
+    Within ``recording`` its thread runs no kernel: its calls are kept, to be replayed. Those that cannot be fail an assertion.
 
     Sizes are read from shapes: ``len`` of a tensor is a function in Python, and took 1 % of a step of one sequence.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         holding, releasing = kernels.holding, kernels.releasing
-        self._recording: Recording | None = None
+        self._of_thread = _OfThread()
         self._replay = _function(releasing, "twinpool_replay", c_void_p, c_int64, c_int64)
         self._linear = {form: _function(releasing, f"twinpool_linear_{form.value}", c_void_p) for form in WeightForm}
         self._rms_norm = _function(holding, "twinpool_rms_norm_bfloat16", c_void_p)
@@ -86,12 +91,12 @@ class NativeLibrary:
     @contextmanager
     def recording(self, max_tokens: int) -> Iterator[Recording]:
         """Keep the calls that are made within, of ``max_tokens`` tokens each, on memory of the recording."""
-        assert self._recording is None
-        self._recording = Recording(max_tokens)
+        assert self._of_thread.recording is None
+        recording = self._of_thread.recording = Recording(max_tokens)
         try:
-            yield self._recording
+            yield recording
         finally:
-            self._recording = None
+            self._of_thread.recording = None
 
     def replay(self, recording: Recording, num_tokens: int) -> None:
         """Make the recorded calls, of the first ``num_tokens`` of the tokens that they were recorded with."""
@@ -245,7 +250,7 @@ class NativeLibrary:
         scales: Tensor | None = None,
     ) -> Tensor:
         """The same for rows of many tokens each."""
-        assert self._recording is None
+        assert self._of_thread.recording is None
         _check_cache(cache, scales)
         assert _is_plain(query, torch.bfloat16)
         num_tokens, num_heads, head_dim = query.shape
@@ -274,7 +279,7 @@ class NativeLibrary:
         Returns tokens, int64 [num_rows], -1 where a logit is not finite and -2 where every token is banned; and what logprobs
         were asked for: of the tokens, float64 [num_rows], and of the likeliest, int32 and float64 [num_rows, max_top].
         """
-        assert self._recording is None
+        assert self._of_thread.recording is None
         assert _is_plain(logits, torch.float32)
         num_rows, vocab_size = logits.shape
         tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float64)
@@ -287,15 +292,15 @@ class NativeLibrary:
         return tokens, logprobs, top_ids, top_logprobs
 
     def _make(self, kernel: Any, call: Structure) -> None:
-        if self._recording is None:
+        recording = self._of_thread.recording
+        if recording is None:
             kernel(byref(call))
         else:
-            self._recording.add(kernel, call)
+            recording.add(kernel, call)
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        if self._recording is None:
-            return torch.empty(shape, dtype=dtype)
-        return self._recording.empty(*shape, dtype=dtype)
+        recording = self._of_thread.recording
+        return torch.empty(shape, dtype=dtype) if recording is None else recording.empty(*shape, dtype=dtype)
 
 
 def _function(library: ctypes.CDLL, name: str, *types: Any) -> Any:

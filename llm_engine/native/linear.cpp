@@ -17,7 +17,7 @@ namespace {
 constexpr int kTileBlocks = 2;  // channels are padded to whole tiles of so many blocks of 16
 constexpr int kRows = 6;  // rows computed together for a tile, at most: what the registers hold
 constexpr int64_t kBandRows = 16 * kRows;  // rows of a tile that go to one thread: enough for the tile's weights to pay
-constexpr int kManyRows = 2 * kRows;  // above so many, Int8 weights are unpacked once for all; Int4 costs next to nothing anyway
+constexpr int kManyRows = 2 * kRows;  // above so many, Int8 weights are unpacked once a band; Int4 costs next to nothing anyway
 constexpr int kFewRows = 2;  // up to so many are computed for two tiles together: sums that do not wait for one another
 
 // A 16-bit lane of register r holds four weights, those of pairs 4r to 4r + 3 from its low bits up.

@@ -9,7 +9,6 @@ import weakref
 from ctypes import Structure
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,21 +24,18 @@ class Recording:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.num_bytes = 0
-        """Of its own tensors."""
         self._calls: list[tuple[int, Structure]] = []
-        self._blocks: dict[int, list[bytearray]] = {}
-        self._steps: Any = None
+        self._blocks: dict[int, list[Tensor]] = {}
+        self._replayed: Any = None
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor whose content is whatever an earlier one left."""
         num_bytes = math.prod(shape) * dtype.itemsize
         free = self._blocks.setdefault(num_bytes, [])
         if not free:
-            free.append(bytearray(num_bytes))
-            self.num_bytes += num_bytes
+            free.append(torch.empty(num_bytes, dtype=torch.uint8))
         block = free.pop()
-        memory = np.frombuffer(block, np.uint8)  # lives as long as the tensor and all views of it
+        memory = block.numpy()  # lives as long as the tensor and all views of it
         weakref.finalize(memory, free.append, block).atexit = False
         return torch.from_numpy(memory).view(dtype).view(shape)
 
@@ -52,7 +48,7 @@ class Recording:
     def replay(self, kernel: Any, num_tokens: int) -> None:
         """Make all calls, through the kernel that does so."""
         assert 1 <= num_tokens <= self.max_tokens
-        if self._steps is None:
-            steps = [ReplayedCall(address, ctypes.addressof(call)) for address, call in self._calls]
-            self._steps = (ReplayedCall * len(steps))(*steps)
-        kernel(self._steps, len(self._calls), num_tokens)
+        if self._replayed is None:
+            calls = [ReplayedCall(address, ctypes.addressof(call)) for address, call in self._calls]
+            self._replayed = (ReplayedCall * len(calls))(*calls)
+        kernel(self._replayed, len(self._calls), num_tokens)

@@ -23,10 +23,12 @@ from router.tokenizer import read_tokenizer
 from serving_core.engine_config import Quantization
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType
-from tests.integration.test_reference import QUESTIONS, one_thread, our_tokens, reference_tokens
+from tests.integration.test_reference import QUESTIONS, our_tokens, reference_tokens
 from tests.unit.llm_engine.tiny_engine import TinyEngine
 from twinpool.model_source import find_model
 
+NUM_QUESTIONS = 49
+NUM_TOKENS = 64
 SLIDING_WINDOW = 512
 
 
@@ -60,30 +62,28 @@ def reference(path: Path) -> Any:
 
 @pytest.mark.slow  # tiny models of its family are compared in every run
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("num_questions", "num_tokens"), [pytest.param(49, 64, id="49x64")])
-def test_tokens_equal_those_of_transformers(num_questions: int, num_tokens: int, path: Path) -> None:
-    with one_thread(), torch.inference_mode():
-        prompts = real_prompts(path, num_questions)
-        assert len(prompts[-1]) > SLIDING_WINDOW + num_tokens
-        ours = our_tokens(TinyEngine(path, KVDType.FLOAT32, num_pages=1024), prompts, num_tokens)
+def test_tokens_equal_those_of_transformers(path: Path) -> None:
+    with torch.inference_mode():
+        prompts = real_prompts(path, NUM_QUESTIONS)
+        assert len(prompts[-1]) > SLIDING_WINDOW + NUM_TOKENS
+        ours = our_tokens(TinyEngine(path, KVDType.FLOAT32, num_pages=1024), prompts, NUM_TOKENS)
         model = reference(path)
         for index, (prompt, own) in enumerate(zip(prompts, ours, strict=True)):
-            assert own == reference_tokens(model, prompt, num_tokens), f"prompt {index}"
+            assert own == reference_tokens(model, prompt, NUM_TOKENS), f"prompt {index}"
 
 
 def test_chunks_and_neighbours_change_no_bit(path: Path) -> None:
-    with one_thread():
-        engine = TinyEngine(path, KVDType.BFLOAT16)
-        prompt = real_prompts(path, 0)[0][: SLIDING_WINDOW + 90]
-        whole = engine.prefill(prompt, chunk=len(prompt), max_tokens=640)
-        other = engine.prefill(prompt, chunk=101, max_tokens=640)
-        stranger = engine.new_sequence(64)
-        for index in range(3):
-            token = [whole.results[-1].token_id]
-            engine.step((whole, token))
-            engine.step((stranger, prompt[index * 16 : index * 16 + 16]), (other, token))
-        assert other.results[-4:] == whole.results[-4:]
-        assert torch.equal(engine.stored(other), engine.stored(whole))
+    engine = TinyEngine(path, KVDType.BFLOAT16)
+    prompt = real_prompts(path, 0)[0][: SLIDING_WINDOW + 90]
+    whole = engine.prefill(prompt, chunk=len(prompt), max_tokens=640)
+    other = engine.prefill(prompt, chunk=101, max_tokens=640)
+    stranger = engine.new_sequence(64)
+    for index in range(3):
+        token = [whole.results[-1].token_id]
+        engine.step((whole, token))
+        engine.step((stranger, prompt[index * 16 : index * 16 + 16]), (other, token))
+    assert other.results[-4:] == whole.results[-4:]
+    assert torch.equal(engine.stored(other), engine.stored(whole))
 
 
 def test_decode_keeps_the_blocks_of_the_file(path: Path) -> None:

@@ -17,7 +17,6 @@ from router.tokenizer import read_tokenizer
 from serving_core.kv_page_layout import KVDType
 from tests.integration.test_reference import (
     default_model_path,
-    one_thread,
     our_tokens,
     reference_model,
     reference_tokens,
@@ -103,8 +102,7 @@ def test_the_default_model_as_a_folder_equals_its_gguf(tmp_path: Path) -> None:
         assert getattr(from_folder, attribute) == getattr(from_gguf, attribute)
     assert all(from_folder.token_bytes(token) == from_gguf.token_bytes(token) for token in range(from_gguf.vocab_size))
 
-    with one_thread():
-        ours = our_tokens(TinyEngine(tmp_path, KVDType.FLOAT32), prompts, 16)
-        assert ours == our_tokens(TinyEngine(path, KVDType.FLOAT32), prompts, 16)
+    ours = our_tokens(TinyEngine(tmp_path, KVDType.FLOAT32), prompts, 16)
+    assert ours == our_tokens(TinyEngine(path, KVDType.FLOAT32), prompts, 16)
     ends = [load_model(source, dtype=KVDType.BFLOAT16).eos_token_ids for source in (tmp_path, path)]
     assert ends[0] == ends[1]

@@ -35,7 +35,6 @@ from serving_core.engine_config import Quantization
 from serving_core.ids import PageId
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
-from tests.integration.test_reference import one_thread
 from tests.unit.llm_engine.tiny_engine import skip_without_kernels
 from tests.weights import DitheredCheckpoint
 from twinpool.model_source import DEFAULT_MODEL, find_model
@@ -79,7 +78,7 @@ def logits_of(
     pages = tuple(map(PageId, range(cache.num_pages)))
     step = attention.begin_step([AttentionRow(num_tokens=NUM_TOKENS, start_position=0, page_ids=pages)])
     decoder = Decoder(config, weights)
-    with torch.inference_mode(), one_thread():
+    with torch.inference_mode():
         return decoder.logits(decoder.hidden_states(torch.tensor(real_tokens()), torch.arange(NUM_TOKENS), step))
 
 

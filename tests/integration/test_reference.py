@@ -7,8 +7,7 @@ The reference is built beside ours: its weights are decoded by the ``gguf`` libr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,16 +44,6 @@ def default_model_path() -> Path:
     assert spec.origin is not None
     (path,) = Path(spec.origin).parent.glob("*.gguf")
     return path
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def reference_model(path: Path) -> Any:
@@ -147,9 +136,8 @@ def test_tiny_models(num_heads: int, num_kv_heads: int, *, is_tied: bool, tmp_pa
 )
 def test_default_model(num_questions: int, num_tokens: int) -> None:
     path = default_model_path()
-    with one_thread():
-        prompts = question_prompts(path, num_questions)
-        ours = our_tokens(TinyEngine(path, KVDType.FLOAT32, num_pages=1024), prompts, num_tokens)
-        model = reference_model(path)
-        for index, (prompt, own) in enumerate(zip(prompts, ours, strict=True)):
-            assert own == reference_tokens(model, prompt, num_tokens), f"question {index}"
+    prompts = question_prompts(path, num_questions)
+    ours = our_tokens(TinyEngine(path, KVDType.FLOAT32, num_pages=1024), prompts, num_tokens)
+    model = reference_model(path)
+    for index, (prompt, own) in enumerate(zip(prompts, ours, strict=True)):
+        assert own == reference_tokens(model, prompt, num_tokens), f"question {index}"

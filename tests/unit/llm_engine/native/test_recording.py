@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from llm_engine.native.library import NativeLibrary
@@ -38,6 +40,18 @@ def test_after_a_recording_kernels_run_at_once(library: NativeLibrary) -> None:
     assert torch.equal(library.linear(torch.ones(1, 32).bfloat16(), weight, None), torch.ones(1, 32).bfloat16())
 
 
+def test_a_recording_takes_the_calls_of_its_own_thread_only(library: NativeLibrary) -> None:
+    weight = pack_bfloat16(torch.eye(32).bfloat16())
+    ones = torch.ones(1, 32).bfloat16()
+    with library.recording(1) as recording, ThreadPoolExecutor(max_workers=1) as other:
+        ours = library.linear(ones, weight, None)
+        ours.zero_()
+        assert torch.equal(other.submit(library.linear, ones, weight, None).result(), ones)
+    assert not ours.any()
+    library.replay(recording, 1)
+    assert torch.equal(ours, ones)
+
+
 def test_memory_goes_to_the_next_tensor_when_no_view_is_left() -> None:
     recording = Recording(MAX_TOKENS)
     first = recording.empty(4, 8, dtype=torch.bfloat16)
@@ -48,4 +62,3 @@ def test_memory_goes_to_the_next_tensor_when_no_view_is_left() -> None:
     del view
     third = recording.empty(2, 8, dtype=torch.float32)
     assert third.data_ptr() == address
-    assert recording.num_bytes == 2 * 64
