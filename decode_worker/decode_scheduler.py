@@ -61,12 +61,11 @@ class DecodeScheduler:
     def _row(self, sequence: DecodeSequence, position: int, num_tokens: int) -> PlanRow:
         assert sequence.reservation is not None
         assert sequence.sample_template is not None
-        known = tuple(sequence.output_token_ids[sequence.num_planned_outputs :][:num_tokens])
+        start = sequence.num_planned_outputs
+        known = tuple(sequence.output_token_ids[start : start + num_tokens])
         spec = None
         if num_tokens == sequence.num_pending:
-            spec = sequence.sample_template.spec(
-                sequence.output_token_ids, num_not_yet_known=sequence.num_not_yet_known
-            )
+            spec = sequence.sample_template.spec(sequence.output_token_ids, num_not_yet_known=sequence.num_not_yet_known)
         return PlanRow(
             key=sequence.key,
             token_ids=known or (NOT_YET_KNOWN,),

@@ -60,8 +60,8 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The numbers of ``tensor``, which is in host memory, on ``device``. Waits for nothing that the device computes: a copy from
-    memory that is not pinned would."""
+    """The numbers of ``tensor``, which is in host memory, on ``device``. Waits for nothing that the device computes, as a copy
+    from memory that is not pinned would."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -45,7 +45,8 @@ class DeviceForward(Protocol):
 
 
 class EagerForward:
-    """See ``Forward`` and ``DeviceForward``. For rows of any length; those of a matrix product are padded to a multiple of ``row_multiple``."""
+    """See ``Forward`` and ``DeviceForward``. For rows of any length; those of a matrix product are padded to a multiple of
+    ``row_multiple``."""
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend, *, row_multiple: int) -> None:
         self._decoder = decoder

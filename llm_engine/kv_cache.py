@@ -20,13 +20,14 @@ TORCH_DTYPES = {
     KVDType.BFLOAT16: torch.bfloat16,
     KVDType.FLOAT16: torch.float16,
     KVDType.INT8: torch.int8,
+    KVDType.FP8: torch.float8_e4m3fn,
 }
 
 
 class KVCache:
     """``tensor`` has the numbers as they are held, [num_pages, num_layers, 2 (key, value), page_size, num_kv_heads, head_dim].
-    ``scales`` is None, or for int8 what the numbers of each head are to be multiplied by, float32 [num_pages, num_layers, 2,
-    page_size, num_kv_heads].
+    ``scales`` is None, or for int8 and fp8 what the numbers of each head are to be multiplied by, float32 [num_pages,
+    num_layers, 2, page_size, num_kv_heads].
 
     Both lie in one block of memory: a page is ``layout.page_bytes`` of it, first its numbers, then its scales. So with scales
     the pages of either tensor are ``layout.page_bytes`` apart, which leaves gaps; within a page there are none.
@@ -74,8 +75,9 @@ class KVCache:
             if self.scales is None:
                 self.tensor[:, layer, side].index_put_((pages, slots), to_cache_type(heads, self.tensor.dtype))
             else:
-                integers, scales = quantize(heads)
-                self.tensor[:, layer, side].index_put_((pages, slots), integers)
+                numbers, scales = quantize(heads, self.tensor.dtype)
+                # As bytes, since torch puts and selects no float8.
+                self.tensor[:, layer, side].view(torch.int8).index_put_((pages, slots), numbers.view(torch.int8))
                 self.scales[:, layer, side].index_put_((pages, slots), scales)
 
     def gather(self, layer: int, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -98,9 +100,10 @@ class KVCache:
             part.numpy()[...] = np.frombuffer(payload, dtype=np.uint8).reshape(part.shape)
 
     def _gather_side(self, layer: int, side: int, pages: Tensor, dtype: torch.dtype) -> Tensor:
-        numbers = self.tensor[:, layer, side].index_select(0, pages).flatten(0, 1)
+        held = self.tensor[:, layer, side]
         if self.scales is None:
-            return numbers.to(dtype)
+            return held.index_select(0, pages).flatten(0, 1).to(dtype)
+        numbers = held.view(torch.int8).index_select(0, pages).view(held.dtype).flatten(0, 1)
         return dequantize(numbers, self.scales[:, layer, side].index_select(0, pages).flatten(0, 1), dtype)
 
     def _part(self, page_id: PageId, offset: int, num_bytes: int, stride: ByteStride | None) -> Tensor:

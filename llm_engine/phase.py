@@ -57,6 +57,11 @@ class StepUnderWay(Protocol):
         """What the step produced, once it has. To be called once."""
 
 
+def finished(outcome: StepResult | StepUnderWay) -> StepResult:
+    """The result of ``Runner.run``, waited for if need be."""
+    return outcome if isinstance(outcome, StepResult) else outcome.wait()
+
+
 class Runner(Protocol):
     """Computes a step: the model, its weights and its cache, for one worker."""
 

@@ -1,8 +1,8 @@
 """The engine thread: drives the mounted phases step by step, and is the one place where their state may be touched.
 
 One turn: 1. run the calls that other threads queued, in order; 2. let every phase release what no router named for one lease;
-3. decode, then prefill: plan, run, apply; where the runner leaves a step under way, it is applied after the next one has begun,
-so that the device need not wait for what the host does in between. When no phase had anything to run, the thread sleeps until the
+3. decode, then prefill: plan, run, apply. A step that the runner leaves under way is applied once the next one has begun, so
+that the device does not wait for what the host does in between. When no phase had anything to run, the thread sleeps until the
 next call or the next lease's end. Knows no sequence, no page and no transport.
 """
 

@@ -9,7 +9,6 @@ from serving_core.ids import PageId, SequenceKey
 from serving_core.token_event import TokenLogprobs
 from serving_core.worker_status import PhaseName
 
-
 NOT_YET_KNOWN = -1
 """Among a row's ``token_ids``: what the phase's step before, which is still under way, samples for the same sequence."""
 

@@ -17,6 +17,8 @@ class KVDType(enum.Enum):
     FLOAT16 = "float16"
     INT8 = "int8"
     """Symmetric: a number is its integer, -127 to 127, times the scale of its token, head and side (key or value)."""
+    FP8 = "fp8"
+    """A number is one of E4M3 (without infinities, up to 448) times such a scale."""
 
     @property
     def num_bytes(self) -> int:
@@ -25,13 +27,13 @@ class KVDType(enum.Enum):
                 return 4
             case KVDType.BFLOAT16 | KVDType.FLOAT16:
                 return 2
-            case KVDType.INT8:
+            case KVDType.INT8 | KVDType.FP8:
                 return 1
 
     @property
     def has_scales(self) -> bool:
         """Whether the cache holds scales beside the numbers."""
-        return self is KVDType.INT8
+        return self in (KVDType.INT8, KVDType.FP8)
 
 
 WEIGHT_DTYPES = (KVDType.FLOAT32, KVDType.BFLOAT16, KVDType.FLOAT16)

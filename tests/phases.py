@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from decode_worker.decode_phase import DecodePhase
 from kv_transfer.page_transport import Segment
 from llm_engine.page_pool import PagePool
-from llm_engine.phase import Phase
+from llm_engine.phase import Phase, finished
 from llm_engine.step_plan import SampledToken, StepPlan, StepResult
 from llm_engine.token_rules import TokenRules
 from prefill_worker.handoff import LocalDecode
@@ -153,9 +153,7 @@ class FakeAheadRunner:
 
     def _compute_next(self) -> None:
         step = self._begun.popleft()
-        rows = [
-            replace(row, token_ids=(self._newest[row.key],)) if row.is_ahead else row for row in step.plan.rows
-        ]
+        rows = [replace(row, token_ids=(self._newest[row.key],)) if row.is_ahead else row for row in step.plan.rows]
         step.result = self._inner.run(replace(step.plan, rows=tuple(rows)))
         self._newest = {
             row.key: token.token_id for row, token in zip(rows, step.result.tokens, strict=True) if token is not None
@@ -270,7 +268,7 @@ def step(phase: Phase, runner: FakeRunner, clock: Clock) -> StepPlan | None:
     phase.expire(clock.now())
     plan = phase.plan()
     if plan is not None:
-        phase.apply(plan, runner.run(plan))
+        phase.apply(plan, finished(runner.run(plan)))
     return plan
 
 

@@ -100,7 +100,10 @@ class Worker:
         self._phases: list[Phase] = [phase for phase in (self._decode, self._prefill) if phase is not None]
         self._loop = StepLoop(
             runner=ModelRunner(
-                loaded, self._cache, max_recorded_rows=0 if engine.is_eager(PhaseName.DECODE) else engine.max_num_seqs
+                loaded,
+                self._cache,
+                max_recorded_rows=0 if engine.is_eager(PhaseName.DECODE) else engine.max_num_seqs,
+                has_async_scheduling=engine.has_async_scheduling,
             ),
             phases=self._phases,
             clock=clock,

@@ -117,6 +117,7 @@ def _engine(config: ServeConfig, flags: EngineFlags, model: ModelConfig, *, num_
         prefill_quantization=config.prefill.quantization,
         decode_quantization=config.decode.quantization,
         has_prefix_cache=flags.enable_prefix_caching,
+        has_async_scheduling=flags.async_scheduling,
         eager_phases=frozenset(phase for phase in PhaseName if config.flags_of(phase).enforce_eager),
         lease_s=config.lease_s,
     )

@@ -20,8 +20,8 @@ from llm_engine.step_plan import PlanRow, StepPlan
 
 
 class BucketForward:
-    """See ``DeviceForward``. A step whose rows are single tokens is padded with rows that write and read the cache's spare page;
-    ``ragged`` computes all others, which have a replayed log among their rows: these steps are padded to no bucket.
+    """See ``DeviceForward``. A step whose rows are single tokens is padded with rows that write and read the cache's spare
+    page; ``ragged`` computes all others, which have a replayed log among their rows: these steps are padded to no bucket.
     ``num_table_pages`` is the most pages of a sequence.
     """
 

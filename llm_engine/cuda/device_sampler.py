@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,15 +23,19 @@ _ROWS_AT_ONCE = 16
 """So many rows are put in order at a time, which bounds the memory that takes: 70 MB for 128,000 tokens."""
 
 
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ChosenTokens:
-    """``token_ids`` [num_rows], int64, are on the device, and some token where none could be chosen."""
+    """``token_ids`` [num_rows], int64, are on the device, and some token where none could be chosen.
 
-    token_ids: Tensor
-    _specs: Sequence[SampleSpec]
-    _copies: HostCopies  # token_ids, is_finite, is_banned [num_rows], then of each group: logprobs, top ids, top logprobs
-    _groups: Sequence[Sequence[int]]  # rows with logprobs, as they were computed
+    ``copies`` are of these, whether all logits are finite and whether the token is ruled out, [num_rows] each; then of each of
+    ``groups``, which are rows with logprobs, what ``_logprobs`` returns."""
+
+    def __init__(
+        self, token_ids: Tensor, copies: HostCopies, specs: Sequence[SampleSpec], groups: Sequence[Sequence[int]]
+    ) -> None:
+        self.token_ids = token_ids
+        self._copies = copies
+        self._specs = specs
+        self._groups = groups
 
     def wait(self) -> list[Choice]:
         """A token for each row or why there is none, once the device has chosen."""
@@ -65,12 +68,7 @@ def choose_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> ChosenTokens:
     is_banned = allowed.gather(1, token_ids.unsqueeze(1)).squeeze(1) == -math.inf
     groups = list(_portions([row for row, spec in enumerate(specs) if spec.num_logprobs is not None]))
     of_groups = [tensor for rows in groups for tensor in _logprobs(logits, token_ids, rows, specs)]
-    return ChosenTokens(
-        token_ids=token_ids,
-        _specs=specs,
-        _copies=HostCopies.begin([token_ids, is_finite, is_banned, *of_groups]),
-        _groups=groups,
-    )
+    return ChosenTokens(token_ids, HostCopies.begin([token_ids, is_finite, is_banned, *of_groups]), specs, groups)
 
 
 def _allowed(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
@@ -111,7 +109,7 @@ def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     )
     temperature, least, top_k, top_p, number = to_device(options, logits.device).unsqueeze(2).unbind(1)  # each [num_rows, 1]
 
-    ordered, ids = logits.sort(1, descending=True, stable=True)
+    ordered, ids = logits.sort(dim=1, descending=True, stable=True)
     highest = ordered[:, :1].double()
     is_kept = (ordered >= (highest + least).float()) & (torch.arange(num_tokens, device=logits.device) < top_k)
     cumulative = ((ordered.double() - highest) / temperature).exp().where(is_kept, 0.0).cumsum(1)
@@ -128,7 +126,7 @@ def _num(is_true: Tensor) -> Tensor:
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, rows: Sequence[int], specs: Sequence[SampleSpec]) -> tuple[Tensor, ...]:
-    """Of these rows: the token's own [num_rows], and the ids and logprobs of as many of the most likely as any of them wants."""
+    """Of these rows: the token's own [num_rows]; ids and logprobs of as many of the most likely as any of them wants."""
     places = to_device(torch.tensor(rows), logits.device)
     own_logits = logits[places]
     wide = own_logits.double()
@@ -137,7 +135,7 @@ def _logprobs(logits: Tensor, token_ids: Tensor, rows: Sequence[int], specs: Seq
     count = max(specs[row].num_logprobs or 0 for row in rows)
     if count == 0:
         return own.squeeze(1), token_ids.new_empty(len(rows), 0), wide.new_empty(len(rows), 0)
-    top_ids = own_logits.sort(1, descending=True, stable=True).indices[:, :count]
+    top_ids = own_logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
     return own.squeeze(1), top_ids, wide.gather(1, top_ids) - totals
 
 

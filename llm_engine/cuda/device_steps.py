@@ -23,7 +23,6 @@ class DeviceSteps:
         self._chosen: ChosenTokens | None = None  # in the newest step
         self._chosen_for: dict[SequenceKey, int] = {}  # whose, and which of them
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | StepUnderWay:
         logits = self._forward.logits(plan, self._late_tokens(plan))
         sampled = [(row.key, row.sample) for row in plan.rows if row.sample is not None]

@@ -126,7 +126,7 @@ def test_pages_that_a_step_writes_are_nobody_elses_until_it_is_over(num_turns: i
     assert side.pool.num_available == 4 - num_under_way
     answers = side.ask(make_request(14, name="large", max_tokens=2))  # which needs all there are
     assert len(answers) == 1 - num_under_way
-    side.turn()
+    side.turn(2)  # it is over, then they are given out
     assert len(answers) == 1
     assert side.sink.failures == []
     side.phase.abort(SequenceKey(make_request(name="large").key.request_id), 1)

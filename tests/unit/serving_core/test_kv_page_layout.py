@@ -13,12 +13,12 @@ NUM_ROWS = 30 * 2 * 16 * 3
 
 @pytest.mark.parametrize(
     ("dtype", "row_bytes"),
-    [(KVDType.FLOAT32, 256), (KVDType.BFLOAT16, 128), (KVDType.FLOAT16, 128), (KVDType.INT8, 64 + 4)],
+    [(KVDType.FLOAT32, 256), (KVDType.BFLOAT16, 128), (KVDType.FLOAT16, 128), (KVDType.INT8, 64 + 4), (KVDType.FP8, 64 + 4)],
 )
 def test_bytes_are_those_of_numbers_and_scales(dtype: KVDType, row_bytes: int) -> None:
     layout = replace(LAYOUT, dtype=dtype)
     assert layout.page_bytes == NUM_ROWS * row_bytes == layout.number_bytes + layout.scale_bytes
-    assert layout.scale_bytes == (NUM_ROWS * 4 if dtype is KVDType.INT8 else 0)
+    assert layout.scale_bytes == (NUM_ROWS * 4 if dtype in (KVDType.INT8, KVDType.FP8) else 0)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_the_cache_has_the_type_of_the_weights_or_its_own() -> None:
 
 def test_fp8_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal_of(capsys, "serve", "--kv-cache-dtype", "fp8")
-    assert "--kv-cache-dtype is fp8, which is for GPUs" in error
+    assert "--kv-cache-dtype is fp8, which is for GPUs, and workers compute on CPUs: give int8" in error
     assert error.count("\n") == 1
 
 
@@ -186,6 +186,12 @@ def test_each_phase_may_keep_prefixes(capsys: pytest.CaptureFixture[str]) -> Non
     assert is_on("--no-enable-prefix-caching", "--prefill-enable-prefix-caching") == (True, False)
     error = refusal_of(capsys, "serve", "--colocated", "--decode-no-enable-prefix-caching")
     assert "--prefill-enable-prefix-caching and --decode-enable-prefix-caching differ, on and off" in error
+
+
+def test_steps_ahead_can_be_left_out() -> None:
+    assert config_of().decode.async_scheduling
+    assert not config_of("--no-async-scheduling").decode.async_scheduling
+    assert not config_of("--decode-no-async-scheduling").decode.async_scheduling
 
 
 def test_an_eager_phase_takes_no_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:

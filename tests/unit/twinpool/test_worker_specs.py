@@ -129,6 +129,11 @@ def test_each_worker_knows_whether_it_keeps_prefixes() -> None:
     assert not specs_of("--colocated", "--no-enable-prefix-caching")["colocated-0"].engine.has_prefix_cache
 
 
+def test_each_worker_knows_whether_its_steps_run_ahead() -> None:
+    assert specs_of()["decode-0"].engine.has_async_scheduling
+    assert not specs_of("--no-async-scheduling")["decode-0"].engine.has_async_scheduling
+
+
 def test_each_phase_has_pages_of_its_own_size() -> None:
     specs = specs_of("--prefill-block-size", "16", "--decode-block-size", "32")
     assert [specs[name].engine.page_size for name in ("prefill-0", "decode-0")] == [16, 32]
