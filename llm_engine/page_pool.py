@@ -48,6 +48,7 @@ class PagePool:
         self._owners: list[list[PageOwner]] = [[] for _ in range(num_pages)]
         self._senders: dict[PageId, set[PageOwner]] = {}  # of pages that are sending
         self._index = PrefixIndex()
+        self._distrusted: set[PageId] = set()  # with an owner, and never to be published
         self._generations = [0] * num_pages
         self._changed_at = [clock.now()] * num_pages
         self._counts = dict.fromkeys(PageState, 0)
@@ -141,6 +142,7 @@ class PagePool:
         self._require_sole_owner(page_ids, old)
         for page_id in page_ids:
             assert page_id not in self._index, f"page {page_id} is in the prefix index and may not be written again"
+        self._distrusted.difference_update(page_ids)
         for page_id in page_ids:
             self._senders.pop(page_id, None)
             self._owners[page_id] = [new]
@@ -161,6 +163,7 @@ class PagePool:
             if not owners and page_id in self._index:
                 idle.append(page_id)
             elif not owners:
+                self._distrusted.discard(page_id)
                 self._set_state(page_id, PageState.FREE)
                 self._free.append(page_id)
             elif self._states[page_id] is PageState.SENDING and page_id not in self._senders:
@@ -181,17 +184,21 @@ class PagePool:
         return num_pages - sum(self._states[page_id] is not PageState.CACHED for page_id in found)
 
     def publish(self, hashes: Sequence[PageHash], page_ids: Sequence[PageId], owner: PageOwner) -> None:
-        """Enter the first pages of a text, all of them complete, into the prefix index. Idempotent. ``owner`` owns them, and
-        nobody writes into them from now on."""
+        """Enter the first pages of a text, all of them complete, into the prefix index, up to one that is not to be trusted.
+        Idempotent. ``owner`` owns them, and nobody writes into them from now on."""
         self._require_owner(page_ids, owner)
         for page_id in page_ids:
             state = self._states[page_id]
             assert state in _COMPLETE_STATES, f"page {page_id} is {state.value}, only a complete page can be published"
-        self._index.add(hashes, page_ids)
+        num_trusted = next((n for n, page_id in enumerate(page_ids) if page_id in self._distrusted), len(page_ids))
+        self._index.add(hashes[:num_trusted], page_ids[:num_trusted])
 
     def forget(self, page_ids: Sequence[PageId]) -> None:
-        """Take pages out of the prefix index, with all that comes after them: what they hold is not to be trusted."""
+        """Take pages out of the prefix index, with all that comes after them: what they hold is not to be trusted. Those that
+        somebody still owns stay out of it until they hold something else."""
         for page_id in page_ids:
+            if self._owners[page_id]:
+                self._distrusted.add(page_id)
             self._give_up(self._index.forget(page_id))
 
     def check(self) -> None:
@@ -218,6 +225,9 @@ class PagePool:
             senders = self._senders.get(PageId(number), set())
             assert senders <= set(owners), f"page {number} is sent by {_names(senders)} and owned by {_names(owners)}"
             assert (state is PageState.SENDING) == bool(senders), f"page {number} is {state.value} with {len(senders)} senders"
+        for page_id in self._distrusted:
+            assert self._owners[page_id], f"page {page_id} is not trusted and nobody's"
+            assert page_id not in self._index, f"page {page_id} is not trusted and in the prefix index"
         cached = [PageId(number) for number, state in enumerate(self._states) if state is PageState.CACHED]
         self._index.check(cached)
 

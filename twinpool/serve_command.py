@@ -21,7 +21,7 @@ from router.warm_prompts import read_warm_prompts
 from twinpool.cluster import LOCAL
 from twinpool.http_server import listen
 from twinpool.machine_memory import available_memory_bytes
-from twinpool.memory_plan import check_memory, describe_memory, worker_memory
+from twinpool.memory_plan import check_memory, check_warm_prompts, describe_memory, worker_memory
 from twinpool.serve_config import ServeConfig, make_serve_config
 from twinpool.worker_spec import WorkerSpec
 from twinpool.worker_specs import check_quantizations, make_worker_specs, plan_server_cores
@@ -40,6 +40,7 @@ def serve_command(flags: argparse.Namespace) -> int:
     warm_prompts = asyncio.run(read_warm_prompts(config.warm_prompts, encoder, max_model_len=window))
     cores = plan_server_cores(config, sorted(os.sched_getaffinity(0)))
     specs = make_worker_specs(config, model, cores, ())
+    check_warm_prompts(specs, model, warm_prompts)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     has_kernels = config.address != LOCAL  # of nodes that others run it is not known, and assumed
     if _wants_kernels(config, specs, model):

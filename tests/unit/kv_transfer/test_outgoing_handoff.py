@@ -103,7 +103,8 @@ class ScriptedCommitter:
 
 
 class House:
-    """A hand-off with everything around it under the test's hand. Delays are recorded, and cost no time unless they should."""
+    """A hand-off with everything around it under the test's hand. Delays are recorded, and each costs ``seconds_per_delay``, or
+    with None as many as were asked for."""
 
     def __init__(
         self,
@@ -111,15 +112,14 @@ class House:
         breaks_at: Sequence[int] = (),
         num_lost_commits: int = 0,
         max_segment_bytes: int = 48,
-        delay_takes_time: bool = False,
+        seconds_per_delay: float | None = 0.0,
     ) -> None:
-        self._delay_takes_time = delay_takes_time
+        self._seconds_per_delay = seconds_per_delay
         self.clock = ManualClock()
         self.source = OnePage()
         self.transport = ScriptedTransport(self.clock, breaks_at)
         self.committer = ScriptedCommitter(self.clock, num_lost_commits)
         self.delays: list[float] = []
-        self.seconds_per_delay = 0.0
         self.handoff = OutgoingHandoff(
             ticket=TICKET,
             plan=TransferPlan.between(LAYOUT, LAYOUT),
@@ -135,7 +135,7 @@ class House:
 
     async def _sleep(self, seconds: float) -> None:
         self.delays.append(seconds)
-        self.clock.advance(seconds if self._delay_takes_time else self.seconds_per_delay)
+        self.clock.advance(seconds if self._seconds_per_delay is None else self._seconds_per_delay)
         await asyncio.sleep(0)
 
     @property
@@ -198,7 +198,7 @@ async def test_what_goes_while_the_next_chunk_is_computed_is_hidden() -> None:
 
 
 async def test_the_wait_after_a_broken_way_is_exposed_but_no_transfer() -> None:
-    house = House(breaks_at=[5], delay_takes_time=True)
+    house = House(breaks_at=[5], seconds_per_delay=None)
     run = asyncio.create_task(house.handoff.run())
     house.handoff.offer(PAGES[:2])
     await turn_the_loop()
@@ -212,7 +212,7 @@ async def test_the_wait_after_a_broken_way_is_exposed_but_no_transfer() -> None:
 
 
 async def test_a_wait_longer_than_the_transfer_leaves_nothing_hidden() -> None:
-    house = House(breaks_at=[1, 2, 3, 4], delay_takes_time=True)
+    house = House(breaks_at=[1, 2, 3, 4], seconds_per_delay=None)
     house.handoff.offer(PAGES)
     house.handoff.finish(7, None)
     await house.handoff.run()
@@ -258,8 +258,7 @@ async def test_whole_pages_that_were_accepted_before_the_way_broke_are_not_sent_
 
 
 async def test_a_way_that_stays_broken_ends_the_hand_off() -> None:
-    house = House(breaks_at=range(1, 100))
-    house.seconds_per_delay = 0.5
+    house = House(breaks_at=range(1, 100), seconds_per_delay=0.5)
     house.handoff.offer(PAGES)
     with pytest.raises(WorkerLost, match="as the script says"):
         await house.handoff.run()
@@ -272,8 +271,7 @@ async def test_a_way_that_stays_broken_ends_the_hand_off() -> None:
 
 
 async def test_a_way_that_breaks_again_and_again_is_not_lost_while_something_gets_through() -> None:
-    house = House(breaks_at=[3, 4, 7, 8])
-    house.seconds_per_delay = 1.5
+    house = House(breaks_at=[3, 4, 7, 8], seconds_per_delay=1.5)
     house.transport.is_answering_early = True
     house.handoff.offer(PAGES)
     house.handoff.finish(7, None)
@@ -282,8 +280,7 @@ async def test_a_way_that_breaks_again_and_again_is_not_lost_while_something_get
 
 
 async def test_a_commit_that_nobody_answers_ends_the_hand_off() -> None:
-    house = House(num_lost_commits=100)
-    house.seconds_per_delay = 1.0
+    house = House(num_lost_commits=100, seconds_per_delay=1.0)
     house.handoff.offer(PAGES)
     house.handoff.finish(7, None)
     with pytest.raises(WorkerLost, match="as the script says"):

@@ -200,6 +200,23 @@ def test_forgotten_pages_are_free_as_soon_as_nobody_owns_them(pool: PagePool) ->
     assert_no_leaks(pool)
 
 
+def test_what_is_not_trusted_is_not_published_again_by_another_owner(pool: PagePool) -> None:
+    pages = pool.allocate(2, A, PageState.USED)
+    pool.publish(HASHES[:2], pages, A)
+    pool.adopt(pages[:1], B)
+    pool.release(pages, A)
+    pool.forget(pages)
+    other = pool.allocate(1, B, PageState.USED)
+    pool.publish(HASHES[:2], pages[:1] + other, B)
+    assert pool.find(HASHES) == ()
+    pool.release(pages[:1] + other, B)
+    anew = pool.allocate(4, A, PageState.USED)
+    pool.publish(HASHES, anew[:3], A)
+    assert pool.find(HASHES) == anew[:3]
+    pool.release(anew, A)
+    assert_no_leaks(pool)
+
+
 def test_what_is_not_complete_or_not_owned_is_not_published_and_what_is_published_is_not_written_again(pool: PagePool) -> None:
     reserved = pool.allocate(1, A, PageState.RESERVED)
     with pytest.raises(AssertionError, match="is reserved, only a complete page can be published"):

@@ -47,6 +47,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.held: list[Held] = []
         self.known: dict[Text, PageId] = {}
         self.idle: list[PageId] = []  # the oldest first
+        self.distrusted: set[PageId] = set()
         self.generations = [0] * NUM_PAGES
         self.num_owners = 0
 
@@ -125,6 +126,8 @@ class PagePoolMachine(RuleBasedStateMachine):
             page_ids = held.page_ids[:num_pages]
             self.pool.publish(page_hashes(held.text, page_size=1, salt=b"")[:num_pages], page_ids, held.owner)
             for end, page_id in enumerate(page_ids, start=1):
+                if page_id in self.distrusted:
+                    break
                 self.known.setdefault(held.text[:end], page_id)
 
     @rule(held=holdings)
@@ -133,6 +136,7 @@ class PagePoolMachine(RuleBasedStateMachine):
             self.pool.forget(held.page_ids)
             for page_id in held.page_ids:
                 self._forget(page_id)
+            self.distrusted |= set(held.page_ids)
 
     @rule(held=holdings)
     def reissue(self, held: Held) -> None:
@@ -140,6 +144,7 @@ class PagePoolMachine(RuleBasedStateMachine):
             owner = self._new_owner()
             self.pool.reissue(held.page_ids, held.owner, owner)
             held.owner, held.state, held.num_shared, held.is_sending = owner, PageState.RESERVED, 0, False
+            self.distrusted -= set(held.page_ids)
             for page_id in held.page_ids:
                 self.generations[page_id] += 1
 
@@ -155,6 +160,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         if held in self.held:
             self.pool.release(held.page_ids, held.owner)
             self.held.remove(held)
+            self.distrusted = {page_id for page_id in self.distrusted if self._owners(page_id)}
             for page_id in reversed(held.page_ids):
                 if self._text_of(page_id) is not None and not self._owners(page_id):
                     self.idle.append(page_id)

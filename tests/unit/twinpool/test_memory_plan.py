@@ -15,7 +15,14 @@ from serving_core.errors import ConfigError
 from serving_core.ids import WorkerId
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
-from twinpool.memory_plan import SERVER_BYTES, WorkerMemory, check_memory, describe_memory, worker_memory
+from twinpool.memory_plan import (
+    SERVER_BYTES,
+    WorkerMemory,
+    check_memory,
+    check_warm_prompts,
+    describe_memory,
+    worker_memory,
+)
 from twinpool.worker_spec import WorkerSpec
 
 MIB = 2**20
@@ -183,3 +190,17 @@ def test_a_window_that_does_not_fit_either_is_named_too() -> None:
 def test_a_machine_too_small_for_the_weights_is_named() -> None:
     with pytest.raises(ConfigError, match="no KV cache is small enough for that; give fewer workers or a smaller model"):
         check(PAIR, needed_bytes(PAIR) - 2 * 512 * MIB)
+
+
+def test_warm_prompts_fit_into_the_cache_together() -> None:
+    small = [spec_of(phase, kv_cache_memory_bytes=4 * PAGE_BYTES, max_model_len=64) for phase in PhaseName]
+    shared = tuple(range(32))  # two pages
+    one, other = (*shared, *range(16), 7), (*shared, *range(1, 17), 7)
+    check_warm_prompts(small, MODEL, [shared, one, other])
+    check_warm_prompts(small, MODEL, [])
+    with pytest.raises(
+        ConfigError,
+        match="^the warm prompts take 5 pages of 16 tokens together, and the KV cache of prefill-0 has 4: "
+        "give --kv-cache-memory-bytes of more than 1MiB, or fewer",
+    ):
+        check_warm_prompts(small, MODEL, [one, other, tuple(range(2, 18))])
