@@ -25,7 +25,8 @@ class Seats:
     * A sequence that comes back after evictions is reserved more each time (``AdmissionCheck``). One that is reserved what it
       needs at its longest waits until all who are older fit at their longest too, and is *settled*: nobody who is there can
       push it out, and whoever comes later is younger. So each is evicted a few times at most.
-    * When pages still lack, they are with the prefill phase on the same pool, which gives them back in a bounded time.
+    * When pages still lack, they are with the prefill phase on the same pool, or with a step under way that writes them: either
+      gives them back in a bounded time.
     """
 
     def __init__(self, pool: PagePool, max_num_seqs: int) -> None:
