@@ -73,8 +73,8 @@ def _steps_of(
 ) -> Runner:
     model, config = loaded.phases[phase], loaded.config
     if model.decoder.device != CPU:
-        forward = cuda_forward(phase, model.decoder, config, cache, model.paged_kernel, max_graph_rows=max_recorded_rows)
-        return DeviceSteps(forward, model.decoder.device, is_ahead=has_async_scheduling and phase is PhaseName.DECODE)
+        on_device = cuda_forward(phase, model.decoder, config, cache, model.paged_kernel, max_graph_rows=max_recorded_rows)
+        return DeviceSteps(on_device, model.decoder.device, is_ahead=has_async_scheduling and phase is PhaseName.DECODE)
     if model.library is None:
         windows = [layer.sliding_window for layer in config.layers]
         attention = TorchAttention(cache, scale=config.attention_scale, sliding_windows=windows)

@@ -114,9 +114,7 @@ def check_memory(specs: Sequence[WorkerSpec], stored: StoredModel, available_byt
     raise ConfigError(f"{what}: no KV cache is small enough for that; give fewer workers or a smaller model")
 
 
-def check_warm_prompts(
-    specs: Sequence[WorkerSpec], model: ModelConfig, warm_prompts: Sequence[tuple[int, ...]]
-) -> None:
+def check_warm_prompts(specs: Sequence[WorkerSpec], model: ModelConfig, warm_prompts: Sequence[tuple[int, ...]]) -> None:
     """Raises ``ConfigError`` when a worker's KV cache cannot hold all warm prompts, given as token ids, at the same time: some
     would push others out before the first request came."""
     for spec in specs:

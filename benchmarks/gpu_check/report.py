@@ -42,9 +42,7 @@ class Report:
             ("decode and sample, steps ahead", self.decode.ahead),
         ):
             for speed in speeds:
-                yield (
-                    f"| {name}, {self.context} keys each | batch {speed.size} | {speed.tokens_per_s:.0f} | {speed.share:.0%} of "
-                    "bandwidth |"
-                )
+                what = f"{name}, {self.context} keys each"
+                yield f"| {what} | batch {speed.size} | {speed.tokens_per_s:.0f} | {speed.share:.0%} of bandwidth |"
         for speed in self.prefill:
             yield f"| prefill | {speed.size} tokens | {speed.tokens_per_s:.0f} | {speed.share:.0%} of GEMM peak |"

@@ -78,7 +78,9 @@ def measure_decode(subject: Subject, sizes: Sizes, limits: Limits) -> DecodeSpee
     cache.tensor.normal_()
     forward = subject.decode(cache, max_graph_rows=largest)
     steps = DeviceSteps(forward, subject.device, is_ahead=True)
-    computed, sampled, ahead = [], [], []
+    computed: list[Speed] = []
+    sampled: list[Speed] = []
+    ahead: list[Speed] = []
     for batch in sizes.decode_batches:
         sequences = FedSequences.random(
             cache, [num_tokens_each] * batch, num_tokens=subject.config.num_tokens, num_tokens_each=num_tokens_each

@@ -103,6 +103,8 @@ class Subject:
         """As a decode worker computes."""
         return self._forward(PhaseName.DECODE, cache, self.kernel, max_graph_rows=max_graph_rows)
 
-    def _forward(self, phase: PhaseName, cache: KVCache, kernel: PagedKernel | None, *, max_graph_rows: int = 0) -> DeviceForward:
+    def _forward(
+        self, phase: PhaseName, cache: KVCache, kernel: PagedKernel | None, *, max_graph_rows: int = 0
+    ) -> DeviceForward:
         recorder = RepeatRecorder() if self.device == CPU else None
         return cuda_forward(phase, self.decoder, self.config, cache, kernel, max_graph_rows=max_graph_rows, recorder=recorder)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import twinpool.worker
 from llm_engine.model_runner import ModelRunner
+from llm_engine.phase import StepUnderWay
 from llm_engine.step_plan import StepPlan, StepResult
 from router.chat_template import read_chat_template
 from router.router import Router
@@ -52,7 +53,7 @@ class PacedRunner(ModelRunner):
 
     pace: Pace
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult | StepUnderWay:
         with self.pace.num_begun.get_lock():
             self.pace.num_begun.value += 1
         time.sleep(self.pace.step_s.value)
@@ -63,7 +64,7 @@ def run_worker(node: Node, spec: WorkerSpec, pace: Pace, log: Path) -> None:
     """Serve until killed."""
     _settle(node, log)
     PacedRunner.pace = pace
-    twinpool.worker.ModelRunner = PacedRunner  # type: ignore[misc, attr-defined]  # in this process alone
+    twinpool.worker.ModelRunner = PacedRunner  # type: ignore[attr-defined]  # in this process alone
     thread = WorkerThread(spec)
     thread.start()
     thread.join()

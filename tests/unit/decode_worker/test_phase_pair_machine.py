@@ -10,17 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llm_engine.page_pool import PagePool
-from llm_engine.step_plan import StepPlan
 from serving_core.clock import ManualClock
 from serving_core.errors import RefusalCode, Refused, WorkerLost
 from serving_core.generate_request import GenerateRequest
 from serving_core.ids import SequenceKey
 from serving_core.token_event import TokenEvent
 from serving_core.transfer_ticket import TransferTicket
+from tests.page_audit import assert_nothing_shared_is_written
 from tests.pages import assert_no_leaks
 from tests.phases import (
-    LAYOUT,
     LEASE_S,
     ROUTER,
     DecodeSide,
@@ -85,13 +83,7 @@ class PhasePairMachine(RuleBasedStateMachine):
         self.prefill = PrefillSide(self.clock, num_pages=6, max_num_batched_tokens=5, has_prefix_cache=has_prefill_cache)
         self.colocated_prefill = PrefillSide(beside=self.decode, max_num_batched_tokens=5, has_prefix_cache=has_decode_cache)
         for side in (self.decode, self.prefill, self.colocated_prefill):
-            side.runner.before_run = partial(self._assert_nothing_shared_is_written, side.pool)
-
-    def _assert_nothing_shared_is_written(self, pool: PagePool, plan: StepPlan) -> None:
-        for row in plan.rows:
-            for page_id in row.page_ids[row.start_position // LAYOUT.page_size :]:
-                assert len(pool.owners(page_id)) == 1
-                assert page_id not in pool._index
+            side.runner.before_run = partial(assert_nothing_shared_is_written, side.pool)
 
     def _pick(self, number: int) -> Wanted:
         return self.wanted[number % len(self.wanted)]

@@ -102,8 +102,8 @@ def test_what_is_stored_is_read_again_from_its_slots_alone(cache: KVCache) -> No
     # 1. Three tokens into two pages of layer 1; whole numbers below 128 are exact in each type that has two bytes or a scale.
     key = torch.randint(-8, 9, (3, 2, 8)).float()
     value = key.flip(0)
-    key[:, :, 0], value[:, :, 0] = 127.0 if cache.layout.dtype is KVDType.INT8 else 8.0, -8.0
-    value[:, :, 1] = 127.0 if cache.layout.dtype is KVDType.INT8 else 8.0
+    largest = {KVDType.INT8: 127.0, KVDType.FP8: 448.0}.get(cache.layout.dtype, 8.0)  # so that the scale is 1
+    key[:, :, 0], value[:, :, 0], value[:, :, 1] = largest, -8.0, largest
     pages, slots = torch.tensor([3, 3, 0]), torch.tensor([2, 3, 0])
     cache.store(1, pages, slots, key, value)
 

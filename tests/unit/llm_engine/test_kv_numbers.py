@@ -38,7 +38,7 @@ def test_zeros_and_the_smallest_numbers_stay_finite(held: torch.dtype) -> None:
     heads[2, 0] = 1e-43  # so small that its scale is inexact
     back = dequantize(*quantize(heads, held), torch.float32)
     assert not back[:2].any()
-    assert (back[2] - heads[2]).abs().max() < 2e-44
+    assert (back[2] - heads[2]).abs().max() < (3e-45 if held is torch.int8 else 1.1e-43)
 
 
 @BYTES

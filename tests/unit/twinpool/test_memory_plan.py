@@ -200,7 +200,7 @@ def test_warm_prompts_fit_into_the_cache_together() -> None:
     check_warm_prompts(small, MODEL, [])
     with pytest.raises(
         ConfigError,
-        match="^the warm prompts take 5 pages of 16 tokens together, and the KV cache of prefill-0 has 4: "
+        match=r"^the warm prompts take 5 pages of 16 tokens together, and the KV cache of prefill-0 has 4: "
         "give --kv-cache-memory-bytes of more than 1MiB, or fewer",
     ):
         check_warm_prompts(small, MODEL, [one, other, tuple(range(2, 18))])
