@@ -1,16 +1,17 @@
-# One command each: make serve, test, lint, types, check, equality. Each sets up what it needs; a second run starts at once.
+# One command each: make serve, test, lint, types, check, equality, faults. Each sets up what it needs; a second run starts at once.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help install serve test equality lint types contracts generated check format setup clean
+.PHONY: help install serve test equality faults lint types contracts generated check format setup clean
 
 help:
 	@echo "make serve [ARGS=\"...\"]   start a server (ARGS go to twinpool serve)"
 	@echo "make test                 every test that needs no GPU, slow ones excepted"
 	@echo "make equality             the full comparison: split = unsplit = under fire, ours = the reference"
+	@echo "make faults               every event in every phase of a request, over links that fail; needs root"
 	@echo "make install              the environment for serving, without starting anything"
 	@echo "make setup                the environment for development; the others run it when needed"
 	@echo "make check                lint, types, import contracts, generated code"
@@ -24,6 +25,9 @@ test: $(BIN)/.dev-stamp
 
 equality: $(BIN)/.dev-stamp
 	$(BIN)/python -m pytest -m slow tests/integration tests/e2e/test_equality_under_fire.py --timeout 7200 $(PYTEST_ARGS)
+
+faults: $(BIN)/.dev-stamp
+	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
 lint: $(BIN)/.dev-stamp
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decode_worker.admission_check import AdmissionCheck
 from decode_worker.decode_sequence import DecodeSequence, DecodeState, TicketAnswer
 from decode_worker.held_sequences import HeldSequences
+from decode_worker.prompt_prefix import PromptPrefix
 from decode_worker.reservation_desk import ReservationDesk
 from llm_engine.page_pool import PagePool
 from llm_engine.phase_counters import PhaseCounters
@@ -40,6 +41,7 @@ class Admission:
         check: AdmissionCheck,
         held: HeldSequences,
         desk: ReservationDesk,
+        prefix: PromptPrefix,
         pool: PagePool,
         counters: PhaseCounters,
         clock: Clock,
@@ -47,6 +49,7 @@ class Admission:
         self._check = check
         self._held = held
         self._desk = desk
+        self._prefix = prefix
         self._pool = pool
         self._counters = counters
         self._clock = clock
@@ -78,9 +81,10 @@ class Admission:
     def grant_waiting(self) -> None:
         """Give first pages to those whose turn it is, as far as there is room."""
         while sequence := self._held.queue.next_to_grant(self._held.seats.is_room_for):
-            page_ids = self._pool.allocate(sequence.num_first_pages, sequence.owner, PageState.RESERVED)
+            found = self._prefix.pin(sequence)
+            fresh = self._pool.allocate(sequence.num_first_pages - len(found), sequence.owner, PageState.RESERVED)
             self._held.seats.take(sequence)
-            ticket = self._desk.issue(sequence, page_ids)
+            ticket = self._desk.issue(sequence, found + fresh, num_verified_pages=len(found))
             sequence.state = DecodeState.WAITING_FOR_COMMIT
             for answer in sequence.callers:
                 answer(ticket)
@@ -119,15 +123,20 @@ class Admission:
             sequence.callers.append(call.answer)
             return sequence.reservation.ticket if sequence.reservation else None
         self._check_admissible(request, sequence)
-        return self._admit(call) if sequence is None else self._retry(sequence, call)
+        if sequence is None:
+            return self._admit(call)
+        if sequence.num_in_flight > 0:  # a step writes into its pages, so they cannot be promised again
+            self._held.drop(sequence)
+            return self._admit(call)
+        return self._retry(sequence, call)
 
     def _check_admissible(self, request: GenerateRequest, held: DecodeSequence | None) -> None:
         if self._is_draining and held is None:
             raise self._draining()
-        if held is not None and not _is_same_sequence(held.request, request):
+        if held is not None and not request.is_same_sequence(held.request):
             raise Refused(
                 RefusalCode.MALFORMED,
-                f"{request.key} came again with another prompt or other sampling than in attempt {held.attempt}.",
+                f"{request.key} came again with another prompt, sampling or cache salt than in attempt {held.attempt}.",
             )
         self._check.check(request)
 
@@ -140,6 +149,7 @@ class Admission:
             num_first_pages=self._check.first_pages_for(call.request, call.num_evictions),
             max_pages=self._check.max_pages_for(call.request),
             arrived_at=self._clock.now(),
+            page_hashes=self._prefix.hashes_of(call.request),
         )
         self._held.add(sequence)
         self.grant_waiting()
@@ -147,7 +157,7 @@ class Admission:
             self._held.drop(sequence)
             raise Refused(
                 RefusalCode.RESOURCE_EXHAUSTED,
-                f"{sequence.key} needs {sequence.num_first_pages} pages, {self._pool.num_free} are free on decode worker "
+                f"{sequence.key} needs {sequence.num_first_pages} pages, {self._pool.num_available} are free on decode worker "
                 f"{self._check.worker_id} and {len(self._held.queue)} sequences wait already.",
             )
         sequence.callers.append(call.answer)
@@ -155,7 +165,7 @@ class Admission:
 
     def _retry(self, sequence: DecodeSequence, call: ReserveCall) -> TransferTicket | None:
         """Move a held sequence to a higher attempt. It keeps its pages and its age, or its place in the waiting list; what a
-        longer log needs beyond the pages held is taken when it is replayed."""
+        longer log needs beyond the pages held is taken when it is replayed. Verified pages keep what they hold, too."""
         sequence.answer_callers(
             Refused(
                 RefusalCode.STALE_ATTEMPT, f"Attempt {sequence.attempt} of {sequence.key} gave way to attempt {call.attempt}."
@@ -171,17 +181,14 @@ class Admission:
         self._held.grant_lease(sequence)
         if sequence.reservation is None:
             return None
-        page_ids = sequence.reservation.page_ids
+        held = sequence.reservation
         sequence.output_token_ids = array("i")
         sequence.sample_template = None
         sequence.num_cached_outputs = 0
-        self._pool.reissue(page_ids, old_owner, sequence.owner)
+        self._pool.rename_owner(held.verified_page_ids, old_owner, sequence.owner)
+        self._pool.reissue(held.own_page_ids, old_owner, sequence.owner)
         sequence.state = DecodeState.WAITING_FOR_COMMIT
-        return self._desk.issue(sequence, page_ids)
+        return self._desk.issue(sequence, held.page_ids, num_verified_pages=held.num_verified_pages)
 
     def _draining(self) -> Refused:
         return Refused(RefusalCode.DRAINING, f"Decode worker {self._check.worker_id} is draining and takes no new sequence.")
-
-
-def _is_same_sequence(one: GenerateRequest, other: GenerateRequest) -> bool:
-    return one.prompt_token_ids == other.prompt_token_ids and one.sampling == other.sampling

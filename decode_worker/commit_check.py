@@ -16,6 +16,12 @@ def check_commit(commit: HandoffCommit, sequence: DecodeSequence, reservation: R
             RefusalCode.MALFORMED,
             f"Reservation {commit.reservation_id} belongs to {sequence.key}, but the commit names {commit.key}.",
         )
+    if commit.num_cached_tokens >= sequence.request.num_prompt_tokens:
+        raise Refused(
+            RefusalCode.MALFORMED,
+            f"The commit of {commit.key} claims {commit.num_cached_tokens} cached tokens, but the prompt has "
+            f"{sequence.request.num_prompt_tokens}, of which the last is always computed.",
+        )
     if not reservation.is_lent:
         _check_bytes(commit, reservation)
     elif commit.num_bytes_sent:

@@ -1,7 +1,8 @@
 """Decode: admission of handed-over sequences, continuous batching, token streams. Engine thread only; knows no gRPC.
 
 Life of one sequence:
-1. ``reserve``: its first pages are reserved, at once or in order of arrival; a ticket answers the caller.
+1. ``reserve``: its first pages are reserved, at once or in order of arrival; a ticket answers the caller, and says how much of
+   the prompt is here already.
 2. ``accept`` copies checked segments into the pages (or ``lend_pages`` hands them to this worker's own prefill phase).
 3. ``commit`` verifies that all arrived and takes token 0; from here on the hand-off has happened.
 4. ``plan`` and ``apply`` replay the router's log, if there is one, then add a token a step until a token rule ends it.
@@ -12,6 +13,7 @@ Life of one sequence:
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from decode_worker.admission import Admission, ReserveCall
@@ -19,16 +21,17 @@ from decode_worker.admission_check import AdmissionCheck
 from decode_worker.admission_queue import AdmissionQueue
 from decode_worker.commit_check import check_commit, require_token
 from decode_worker.decode_scheduler import MAX_REPLAY_TOKENS, DecodeScheduler
-from decode_worker.decode_sequence import DecodeSequence, DecodeState, TicketAnswer
+from decode_worker.decode_sequence import DecodeSequence, DecodeState, RowUnderWay, TicketAnswer
 from decode_worker.held_sequences import HeldSequences
 from decode_worker.page_intake import KVWriter, PageIntake
+from decode_worker.prompt_prefix import PromptPrefix
 from decode_worker.reservation_desk import ReservationDesk
 from decode_worker.seats import Seats
 from kv_transfer.page_transport import Segment
 from llm_engine.page_pool import PagePool
 from llm_engine.phase import PhaseStatus
 from llm_engine.phase_counters import PhaseCounters
-from llm_engine.step_plan import StepPlan, StepResult
+from llm_engine.step_plan import PlanRow, StepPlan, StepResult
 from llm_engine.token_rules import TokenRules
 from serving_core.clock import Clock
 from serving_core.errors import RefusalCode
@@ -49,7 +52,8 @@ class DecodePhase:
 
     ``address`` is where prefill workers reach this worker. ``new_reservation_id`` makes ids never used before by any process.
     ``max_num_seqs`` bounds the sequences that hold pages, ``max_waiting`` those of either kind that wait for some (see
-    ``AdmissionQueue``), ``max_replay_tokens`` what one step replays of logs.
+    ``AdmissionQueue``), ``max_replay_tokens`` what one step replays of logs. ``has_prefix_cache``: pages of prompts and answers
+    stay for prompts that begin with them.
     """
 
     name = PhaseName.DECODE
@@ -71,6 +75,7 @@ class DecodePhase:
         new_reservation_id: Callable[[], ReservationId],
         max_waiting: int = 16,
         max_replay_tokens: int = MAX_REPLAY_TOKENS,
+        has_prefix_cache: bool = False,
     ) -> None:
         assert layout.page_size == pool.page_size
         self.worker_id = worker_id
@@ -91,9 +96,11 @@ class DecodePhase:
         self._leases = LeaseTable(lease_s)
         self._queue = AdmissionQueue(max_waiting)
         self._seats = Seats(pool, max_num_seqs)
+        self._prefix = PromptPrefix(pool, self.counters, is_enabled=has_prefix_cache)
         self._held = HeldSequences(
             pool=pool,
             desk=self._desk,
+            prefix=self._prefix,
             queue=self._queue,
             seats=self._seats,
             leases=self._leases,
@@ -103,10 +110,17 @@ class DecodePhase:
         )
         check = AdmissionCheck(worker_id=worker_id, layout=layout, rules=rules, num_pages=pool.num_pages)
         self._admission = Admission(
-            check=check, held=self._held, desk=self._desk, pool=pool, counters=self.counters, clock=clock
+            check=check,
+            held=self._held,
+            desk=self._desk,
+            prefix=self._prefix,
+            pool=pool,
+            counters=self.counters,
+            clock=clock,
         )
         self._intake = PageIntake(desk=self._desk, pool=pool, cache=cache, counters=self.counters)
-        self._scheduler = DecodeScheduler(layout=layout, max_replay_tokens=max_replay_tokens)
+        self._scheduler = DecodeScheduler(layout=layout, rules=rules, max_replay_tokens=max_replay_tokens)
+        self._under_way: deque[tuple[RowUnderWay, ...]] = deque()  # of each plan that was not applied
 
     # Reservation
 
@@ -134,7 +148,8 @@ class DecodePhase:
         self._intake.accept(segments)
 
     def lend_pages(self, ticket: TransferTicket) -> tuple[PageId, ...]:
-        """The reserved pages, for this worker's prefill phase to compute into; valid until the engine thread's next call.
+        """The reserved pages, for this worker's prefill phase to compute into, but for those that the ticket's cached tokens
+        fill; valid until the engine thread's next call.
 
         Idempotent. Raises ``Refused`` like ``accept`` once the reservation does not stand any more.
         """
@@ -154,7 +169,8 @@ class DecodePhase:
             self._rules.check_commit(commit)
             check_commit(commit, sequence, reservation)
         if sequence.state is DecodeState.WAITING_FOR_COMMIT:
-            self._pool.move(reservation.page_ids, sequence.owner, PageState.USED)
+            self._pool.move(reservation.own_page_ids, sequence.owner, PageState.USED)
+            self._prefix.publish_prompt(sequence)
             sequence.state = DecodeState.DECODING
             self._begin(sequence, commit)
 
@@ -163,7 +179,10 @@ class DecodePhase:
         known = sequence.request.output_token_ids or (commit.token_id,)
         sequence.sample_template = self._rules.sample_template(sequence.request)
         sequence.output_token_ids = array("i", known[:-1])
-        self._append(sequence, known[-1], commit.logprobs if len(known) == 1 else None)
+        if len(known) == 1:
+            self._append(sequence, known[0], commit.logprobs, num_cached_tokens=commit.num_cached_tokens)
+        else:
+            self._append(sequence, known[-1], None)
 
     # Steps
 
@@ -174,15 +193,31 @@ class DecodePhase:
         if not rows:
             self._outbox.flush()
             return None
+        self._under_way.append(tuple(self._begin_row(row) for row in rows))
         return StepPlan(phase=self.name, rows=rows)
+
+    def _begin_row(self, row: PlanRow) -> RowUnderWay:
+        sequence = self._held[row.key]
+        sequence.num_in_flight += len(row.token_ids)
+        sequence.num_not_yet_known += row.sample is not None
+        # The step's own claim, so that nobody gets these pages before it is over, should the sequence end meanwhile.
+        written = row.page_ids[row.start_position // self._pool.page_size :]
+        self._pool.adopt(written, sequence.owner)
+        return RowUnderWay(sequence=sequence, owner=sequence.owner, written_page_ids=written)
 
     def _take_pages(self, sequence: DecodeSequence, num_pages: int) -> bool:
         return self._seats.grow(sequence, num_pages, self._held.evict)
 
     def apply(self, plan: StepPlan, result: StepResult) -> None:
         failures = result.failures or (None,) * len(plan.rows)
-        for row, token, failure in zip(plan.rows, result.tokens, failures, strict=True):
-            sequence = self._held[row.key]
+        under_way = self._under_way.popleft()
+        for row, begun, token, failure in zip(plan.rows, under_way, result.tokens, failures, strict=True):
+            sequence = begun.sequence
+            self._pool.release(begun.written_page_ids, begun.owner)
+            if sequence.state is DecodeState.ENDED:
+                continue
+            sequence.num_in_flight -= len(row.token_ids)
+            sequence.num_not_yet_known -= row.sample is not None
             if failure is not None:
                 self._held.fail(sequence, FailureKind.INTERNAL, RefusalCode.UNKNOWN_RESERVATION, failure)
                 continue
@@ -192,7 +227,9 @@ class DecodePhase:
                 self._append(sequence, token.token_id, token.logprobs)
         self._outbox.flush()
 
-    def _append(self, sequence: DecodeSequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _append(
+        self, sequence: DecodeSequence, token_id: int, logprobs: TokenLogprobs | None, *, num_cached_tokens: int = 0
+    ) -> None:
         index = len(sequence.output_token_ids)
         sequence.output_token_ids.append(token_id)
         finish_reason = self._rules.finish_reason(sequence.request, index, token_id)
@@ -203,6 +240,7 @@ class DecodePhase:
             token_id=token_id,
             logprobs=logprobs,
             finish_reason=finish_reason,
+            num_cached_tokens=num_cached_tokens,
         )
         self._outbox.put(sequence.router_id, event)
         if finish_reason is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.receive_ledger import ReceiveLedger
+from llm_engine.page_hash import PageHash
 from llm_engine.sample_template import SampleTemplate
 from serving_core.errors import Refused
 from serving_core.generate_request import GenerateRequest
@@ -36,15 +37,27 @@ class DecodeState(enum.Enum):
 class Reservation:
     """Pages promised to one attempt of one sequence.
 
-    ``page_ids`` cover the prompt from the start, and more as the sequence grows. ``is_lent``: this worker's own prefill phase
-    computes straight into them. ``is_filling``: something was written, or may have been.
+    ``page_ids`` cover the prompt from the start, and more as the sequence grows. The first ``num_verified_pages`` are complete
+    and may be shared, so nobody writes into them any more: those that were cached when the ticket was issued, and with the
+    commit the prompt's others but its last. The rest are ``own_page_ids``. ``is_lent``: this worker's own prefill phase
+    computes straight into those. ``is_filling``: something was written into them, or may have been.
     """
 
     ticket: TransferTicket
     page_ids: tuple[PageId, ...]
     ledger: ReceiveLedger
+    num_verified_pages: int = 0
     is_filling: bool = False
     is_lent: bool = False
+
+    @property
+    def verified_page_ids(self) -> tuple[PageId, ...]:
+        return self.page_ids[: self.num_verified_pages]
+
+    @property
+    def own_page_ids(self) -> tuple[PageId, ...]:
+        """Those that the sequence does not share."""
+        return self.page_ids[self.num_verified_pages :]
 
     @property
     def reservation_id(self) -> ReservationId:
@@ -55,10 +68,14 @@ class Reservation:
 class DecodeSequence:
     """``callers`` asked for this attempt's ticket and have not withdrawn. ``arrived_at`` is by the worker's clock.
 
+    ``page_hashes``: what the prompt's pages will hold that may come from the prefix cache; none without one.
     ``num_first_pages`` are reserved before the hand-off, ``max_pages`` are what it needs at its longest. ``is_settled``: it was
     admitted so that it is never evicted (see ``Seats``). ``reservation`` is None exactly while waiting for pages.
     ``output_token_ids`` is empty until the commit and begins with the request's log then; keys and values of the first
     ``num_cached_outputs`` of them are cached. ``sample_template``, from the commit on, is how the rest of them are chosen.
+
+    Steps under way, which were planned and not applied, compute ``num_in_flight`` further tokens and sample
+    ``num_not_yet_known`` of them: one in the step before, when the next is planned.
     """
 
     request: GenerateRequest
@@ -68,6 +85,7 @@ class DecodeSequence:
     num_first_pages: int
     max_pages: int
     arrived_at: float
+    page_hashes: tuple[PageHash, ...] = ()
     state: DecodeState = DecodeState.WAITING_FOR_PAGES
     callers: list[TicketAnswer] = field(default_factory=list)
     reservation: Reservation | None = None
@@ -75,6 +93,8 @@ class DecodeSequence:
     output_token_ids: array[int] = field(default_factory=lambda: array("i"))
     sample_template: SampleTemplate | None = None
     num_cached_outputs: int = 0
+    num_in_flight: int = 0
+    num_not_yet_known: int = 0
 
     @property
     def key(self) -> SequenceKey:
@@ -100,17 +120,26 @@ class DecodeSequence:
         return self.max_pages - (len(self.reservation.page_ids) if self.reservation else 0)
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Prompt and answer as far as keys and values are cached, once the hand-off happened."""
-        return self.request.num_prompt_tokens + self.num_cached_outputs
+    def num_planned_outputs(self) -> int:
+        """Tokens of the answer whose keys and values are cached, or will be when the steps under way are over."""
+        return self.num_cached_outputs + self.num_in_flight
 
     @property
     def num_pending(self) -> int:
-        """Tokens of the answer that are known and not cached: one, or more while a log is replayed."""
-        return len(self.output_token_ids) - self.num_cached_outputs
+        """Tokens of the answer that are to be computed: the newest, known or not, or more while a log is replayed."""
+        return len(self.output_token_ids) + self.num_not_yet_known - self.num_planned_outputs
 
     def answer_callers(self, refused: Refused) -> None:
         """Tell those who still wait for a ticket that none will come."""
         if self.state is DecodeState.WAITING_FOR_PAGES:
             for answer in self.callers:
                 answer(refused)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowUnderWay:
+    """A row of a step that was planned and not applied. ``owner`` has a claim of the step's own on the pages that it writes."""
+
+    sequence: DecodeSequence
+    owner: PageOwner
+    written_page_ids: tuple[PageId, ...]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from decode_worker.admission_queue import AdmissionQueue
 from decode_worker.decode_sequence import DecodeSequence, DecodeState
+from decode_worker.prompt_prefix import PromptPrefix
 from decode_worker.reservation_desk import ReservationDesk
 from decode_worker.seats import Seats
 from llm_engine.page_pool import PagePool
@@ -29,6 +30,7 @@ class HeldSequences:
         *,
         pool: PagePool,
         desk: ReservationDesk,
+        prefix: PromptPrefix,
         queue: AdmissionQueue,
         seats: Seats,
         leases: LeaseTable,
@@ -40,6 +42,7 @@ class HeldSequences:
         self.seats = seats
         self._pool = pool
         self._desk = desk
+        self._prefix = prefix
         self._leases = leases
         self._outbox = outbox
         self._counters = counters
@@ -78,6 +81,8 @@ class HeldSequences:
         failed = SequenceFailed(key=sequence.key, attempt=sequence.attempt, kind=kind, message=message)
         self._outbox.put(sequence.router_id, failed)
         self.end(sequence, code, message)
+        if kind is FailureKind.INTERNAL:
+            self._prefix.distrust(sequence)
 
     def end(self, sequence: DecodeSequence, code: RefusalCode, message: str, *, fence: int = 0) -> None:
         """Release all that the sequence holds and remember for one lease how it ended. Attempts up to ``fence`` end with it."""
@@ -91,6 +96,8 @@ class HeldSequences:
         """The one place where pages, seat, lease and place in the list are given back. Idempotent."""
         if sequence.state is DecodeState.ENDED:
             return
+        if sequence.state is DecodeState.DECODING:
+            self._prefix.publish_all(sequence)
         sequence.state = DecodeState.ENDED
         self.queue.remove(sequence)
         self.seats.leave(sequence)

@@ -13,6 +13,7 @@ from decode_worker.reservation_desk import ReservationDesk
 from kv_transfer.page_transport import Segment
 from llm_engine.page_pool import PagePool
 from llm_engine.phase_counters import PhaseCounters
+from serving_core.byte_stride import ByteStride
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import PageId
 from serving_core.page_state import PageState
@@ -22,8 +23,8 @@ from serving_core.transfer_ticket import TransferTicket
 class KVWriter(Protocol):
     """Where segments go: this worker's paged cache."""
 
-    def write(self, page_id: PageId, offset: int, payload: memoryview) -> None:
-        """Copy ``payload`` into the page, ``offset`` bytes from its start."""
+    def write(self, page_id: PageId, offset: int, payload: memoryview, stride: ByteStride | None) -> None:
+        """Copy ``payload`` into the page, ``offset`` bytes from its start: in one piece or in runs."""
 
 
 class PageIntake:
@@ -52,11 +53,13 @@ class PageIntake:
             segments = reservation.ledger.add(segments)
         self._fill(sequence, reservation)
         for segment in segments:
-            self._cache.write(reservation.page_ids[segment.page_ordinal], segment.offset, segment.payload)
+            page_id = reservation.page_ids[segment.page_ordinal]
+            self._cache.write(page_id, segment.offset, segment.payload, segment.stride)
             self._counters.num_kv_bytes += segment.payload.nbytes
 
     def lend_pages(self, ticket: TransferTicket) -> tuple[PageId, ...]:
-        """The reserved pages, for this worker's prefill phase to compute into; valid until the engine thread's next call.
+        """The reserved pages, for this worker's prefill phase to compute into, but for those that the ticket's cached tokens
+        fill; valid until the engine thread's next call.
 
         Idempotent. Raises ``Refused`` like ``accept`` once the reservation does not stand any more.
         """
@@ -74,4 +77,4 @@ class PageIntake:
         # As a whole: which of its pages has bytes is the ledger's knowledge, not the pool's.
         if not reservation.is_filling:
             reservation.is_filling = True
-            self._pool.move(reservation.page_ids, sequence.owner, PageState.FILLING)
+            self._pool.move(reservation.own_page_ids, sequence.owner, PageState.FILLING)

@@ -59,8 +59,9 @@ class ReservationDesk:
         """Reservations that stand."""
         return len(self._sequences)
 
-    def issue(self, sequence: DecodeSequence, page_ids: tuple[PageId, ...]) -> TransferTicket:
-        """A ticket for the sequence's attempt. With it all that was promised or received for a lower attempt is void."""
+    def issue(self, sequence: DecodeSequence, page_ids: tuple[PageId, ...], *, num_verified_pages: int = 0) -> TransferTicket:
+        """A ticket for the sequence's attempt: what its first pages hold already need not be sent. All else that was promised
+        or received for a lower attempt is void with it."""
         held = sequence.reservation
         reservation_id = held.reservation_id if held else self._new_reservation_id()
         ticket = TransferTicket(
@@ -72,11 +73,13 @@ class ReservationDesk:
             decode_address=self._address,
             layout=self._layout,
             num_prompt_tokens=sequence.request.num_prompt_tokens,
-            num_cached_tokens=0,
+            num_cached_tokens=num_verified_pages * self._layout.page_size,
             lease_s=self._lease_s,
         )
         ledger = ReceiveLedger(self._layout, ticket.first_page, ticket.num_prompt_pages - ticket.first_page)
-        sequence.reservation = Reservation(ticket=ticket, page_ids=page_ids, ledger=ledger)
+        sequence.reservation = Reservation(
+            ticket=ticket, page_ids=page_ids, ledger=ledger, num_verified_pages=num_verified_pages
+        )
         self._sequences[reservation_id] = sequence
         return ticket
 

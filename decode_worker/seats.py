@@ -16,6 +16,7 @@ from serving_core.worker_status import PhaseName
 
 class Seats:
     """At most ``max_num_seqs`` sequences with a reservation. Pages are the pool's, which may have other owners beside these.
+    Cached pages are as good as free ones, and a page that is shared with one who is there already takes no room.
 
     The rules that together let every sequence end:
 
@@ -24,7 +25,8 @@ class Seats:
     * A sequence that comes back after evictions is reserved more each time (``AdmissionCheck``). One that is reserved what it
       needs at its longest waits until all who are older fit at their longest too, and is *settled*: nobody who is there can
       push it out, and whoever comes later is younger. So each is evicted a few times at most.
-    * When pages still lack, they are with the prefill phase on the same pool, which gives them back in a bounded time.
+    * When pages still lack, they are with the prefill phase on the same pool, or with a step under way that writes them: either
+      gives them back in a bounded time.
     """
 
     def __init__(self, pool: PagePool, max_num_seqs: int) -> None:
@@ -48,7 +50,8 @@ class Seats:
         growths = [seated.num_pages_to_grow for seated in self._seated.values()]
         num_kept_free = sum(growths) if sequence.is_to_settle else sum(growth > 0 for growth in growths)
         num_kept_free += self._pool.line.num_kept_from(PhaseName.DECODE, sequence.arrived_at)
-        has_room = sequence.num_first_pages + num_kept_free <= self._pool.num_free
+        num_to_take = self._pool.num_to_take(sequence.num_first_pages, self._pool.find(sequence.page_hashes))
+        has_room = num_to_take + num_kept_free <= self._pool.num_available
         return len(self._seated) < self._max_num_seqs and has_room
 
     def take(self, sequence: DecodeSequence) -> None:
@@ -67,7 +70,7 @@ class Seats:
         reservation = sequence.reservation
         assert reservation is not None
         num_missing = max(0, num_pages - len(reservation.page_ids))
-        while num_missing > self._pool.num_free:
+        while num_missing > self._pool.num_available:
             youngest = next(reversed(self._seated.values()))
             if youngest.is_settled or len(self._seated) == 1:
                 return False

@@ -10,7 +10,7 @@ gRPC on the sender's side drops answers not yet read once a write meets an ended
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -19,7 +19,8 @@ import grpc.aio
 
 from kv_transfer.page_answer import encode_accepted, encode_refused
 from kv_transfer.page_frame import decode_frame
-from kv_transfer.page_transport import PageSink, Segment
+from kv_transfer.page_transport import PageSink
+from kv_transfer.segment_inbox import SegmentInbox
 from serving_core.errors import RefusalCode, Refused
 from serving_core.rpc.bounded_call import bounded_call
 
@@ -69,7 +70,7 @@ class GrpcPageService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
 
     async def _serve(self, _requests: object, context: _Context) -> None:
-        inbox = _Inbox(self._max_batch_segments)
+        inbox = SegmentInbox(self._max_batch_segments)
         reader = asyncio.create_task(self._read(context, inbox))
         try:
             num_accepted = 0
@@ -87,7 +88,7 @@ class GrpcPageService:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def _read(self, context: _Context, inbox: _Inbox) -> None:
+    async def _read(self, context: _Context, inbox: SegmentInbox) -> None:
         """Fill ``inbox`` with checked segments until the stream ends. Raises ``Refused`` for the frame that broke a rule."""
         attempt: tuple[str, int] | None = None
         try:
@@ -107,38 +108,3 @@ class GrpcPageService:
         except TimeoutError:
             return None  # the sender, if it still lives, opens another stream
         return frame if isinstance(frame, bytes) else None  # gRPC's end mark is no bytes
-
-
-class _Inbox:
-    """Segments of one stream that were read and checked, but not taken yet."""
-
-    def __init__(self, max_segments: int) -> None:
-        self._max_segments = max_segments
-        self._segments: deque[Segment] = deque()
-        self._has_ended = False
-        self._changed = asyncio.Event()
-
-    async def put(self, segment: Segment) -> None:
-        """Waits while the inbox is full: from then on gRPC's flow control holds the sender."""
-        while len(self._segments) == self._max_segments:
-            await self._change()
-        self._segments.append(segment)
-        self._changed.set()
-
-    def end(self) -> None:
-        self._has_ended = True
-        self._changed.set()
-
-    async def take(self) -> list[Segment]:
-        """Everything that is there, at least one segment; nothing once the stream has ended."""
-        while not self._segments and not self._has_ended:
-            await self._change()
-        taken = list(self._segments)
-        self._segments.clear()
-        self._changed.set()
-        return taken
-
-    async def _change(self) -> None:
-        # One event serves both ends: the inbox cannot be full and empty at once, so only one of them ever waits.
-        self._changed.clear()
-        await self._changed.wait()

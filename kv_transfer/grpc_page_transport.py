@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NoReturn
 
 import grpc
 import grpc.aio
 
 from kv_transfer.grpc_page_service import METHOD, SERVICE
-from kv_transfer.page_answer import decode_answer
 from kv_transfer.page_frame import MAX_FRAME_BYTES, encode_frame
 from kv_transfer.page_transport import PageStream, Segment
+from kv_transfer.stream_credits import StreamCredits
 from serving_core.errors import RefusalCode, Refused, WorkerLost
 from serving_core.rpc.channel_cache import ChannelCache, SharedChannel
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.transfer_ticket import TransferTicket
 
 
@@ -32,9 +32,10 @@ class GrpcPageTransport:
 
     name = "grpc"
 
-    def __init__(self, *, max_unanswered_segments: int = 8, stall_timeout_s: float = 5.0) -> None:
+    def __init__(self, *, token: ClusterToken = OPEN, max_unanswered_segments: int = 8, stall_timeout_s: float = 5.0) -> None:
         assert max_unanswered_segments >= 1
         assert stall_timeout_s > 0
+        self._token = token
         self._max_unanswered_segments = max_unanswered_segments
         self._stall_timeout_s = stall_timeout_s
         self._channels = ChannelCache(max_message_bytes=MAX_FRAME_BYTES)
@@ -43,7 +44,7 @@ class GrpcPageTransport:
     async def open(self, ticket: TransferTicket) -> AsyncIterator[PageStream]:
         """A stream to the ticket's decode worker. Connects with the first write."""
         async with self._channels.use(ticket.decode_address, ticket.decode_incarnation) as shared:
-            stream = _GrpcPageStream(shared, self._max_unanswered_segments, self._stall_timeout_s)
+            stream = _GrpcPageStream(shared, self._token, self._max_unanswered_segments, self._stall_timeout_s)
             try:
                 yield stream
             finally:
@@ -59,38 +60,39 @@ class GrpcPageTransport:
 class _GrpcPageStream:
     """One call. A task of its own reads answers, so that a refusal is known however many writes are under way."""
 
-    def __init__(self, shared: SharedChannel, max_unanswered_segments: int, stall_timeout_s: float) -> None:
+    def __init__(
+        self, shared: SharedChannel, token: ClusterToken, max_unanswered_segments: int, stall_timeout_s: float
+    ) -> None:
         self._address = shared.address
-        self._max_unanswered_segments = max_unanswered_segments
         self._stall_timeout_s = stall_timeout_s
-        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = shared.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
-        self._num_written = 0
-        self._num_accepted = 0
-        self._end: Refused | WorkerLost | None = None
-        self._has_news = asyncio.Event()
+        self._credits = StreamCredits(
+            shared.address, max_unanswered_segments=max_unanswered_segments, stall_timeout_s=stall_timeout_s
+        )
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = shared.channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = method(metadata=token.metadata)
         self._reader = asyncio.create_task(self._read_answers())
 
     @property
+    def num_accepted(self) -> int:
+        return self._credits.num_accepted
+
+    @property
     def is_broken(self) -> bool:
-        """The way failed, as opposed to the receiver's refusing."""
-        return isinstance(self._end, WorkerLost)
+        """See ``StreamCredits``."""
+        return self._credits.is_broken
 
     async def write(self, segment: Segment) -> None:
-        while self._num_written - self._num_accepted >= self._max_unanswered_segments:
-            await self._wait_for_answer()
-        if self._end is not None:
-            raise self._end
+        await self._credits.wait_for_credit()
         frame = encode_frame(segment)
-        self._num_written += 1
+        self._credits.use()
         try:
             async with asyncio.timeout(self._stall_timeout_s):
                 await self._send(frame)
         except TimeoutError:
-            self._fail_stalled()
+            self._credits.end_stalled()
 
     async def flush(self) -> None:
-        while self._num_accepted < self._num_written:
-            await self._wait_for_answer()
+        await self._credits.wait_until_accepted()
 
     async def release(self) -> None:
         """Cancel what is under way. Idempotent, returns at once."""
@@ -99,18 +101,6 @@ class _GrpcPageStream:
         await asyncio.wait((self._reader,))
         if not self._reader.cancelled():  # it is when it never came to run
             self._reader.result()
-
-    async def _wait_for_answer(self) -> None:
-        if self._end is not None:
-            raise self._end
-        self._has_news.clear()
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await self._has_news.wait()
-        except TimeoutError:
-            self._fail_stalled()
-        if self._end is not None:
-            raise self._end
 
     async def _send(self, frame: bytes) -> None:
         try:
@@ -123,38 +113,23 @@ class _GrpcPageStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._raise_end()
 
-    async def _raise_end(self) -> NoReturn:
+    async def _raise_end(self) -> None:
         # The call is over, so the reader is about to know why; it may be a refusal, which outranks the broken write.
         await asyncio.wait((self._reader,))
-        assert self._end is not None
-        raise self._end
-
-    def _fail_stalled(self) -> NoReturn:
-        self._end = self._end or WorkerLost(f"{self._address} accepted no page bytes for {self._stall_timeout_s} s.")
-        raise self._end
+        self._credits.raise_error()
 
     async def _read_answers(self) -> None:
         try:
             while isinstance(answer := await self._call.read(), bytes):
-                num_accepted = decode_answer(answer)
-                if not self._num_accepted < num_accepted <= self._num_written:
-                    raise Refused(
-                        RefusalCode.MALFORMED,
-                        f"{self._address} claims {num_accepted} accepted segments after {self._num_accepted} of "
-                        f"{self._num_written}.",
-                    )
-                self._num_accepted = num_accepted
-                self._has_news.set()
-            self._end = WorkerLost(f"{self._address} ended the page stream.")
+                self._credits.take_answer(answer)
+            self._credits.end(WorkerLost(f"{self._address} ended the page stream."))
         except Refused as refusal:
-            self._end = refusal
+            self._credits.end(refusal)
             self._call.cancel()  # wakes a write that flow control holds
         except grpc.aio.AioRpcError as error:
-            self._end = _map_error(self._address, error)
+            self._credits.end(_map_error(self._address, error))
         except asyncio.CancelledError:
-            self._end = self._end or WorkerLost(f"The page stream to {self._address} was cancelled.")
-        finally:
-            self._has_news.set()
+            self._credits.end(WorkerLost(f"The page stream to {self._address} was cancelled."))
 
 
 def _is_cancelling() -> bool:

@@ -35,6 +35,7 @@ class _LoopbackStream:
         self._worker_id = worker_id
         self._stall_timeout_s = stall_timeout_s
         self._end: Refused | WorkerLost | None = None
+        self.num_accepted = 0
 
     async def write(self, segment: Segment) -> None:
         sink = self._sinks.get(self._worker_id)
@@ -44,6 +45,7 @@ class _LoopbackStream:
             try:
                 async with asyncio.timeout(self._stall_timeout_s):
                     await sink.accept([segment])
+                self.num_accepted += 1
             except Refused as refusal:
                 self._end = refusal
             except TimeoutError:

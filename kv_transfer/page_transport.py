@@ -11,18 +11,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from serving_core.byte_stride import ByteStride
 from serving_core.ids import PageId, ReservationId
 from serving_core.transfer_ticket import TransferTicket
+
+_Element = TypeVar("_Element", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Part of one page of one attempt, on its way.
+    """Part of one destination page of one attempt, on its way.
 
-    ``page_ordinal`` counts the sequence's pages from 0; ``offset`` is in bytes within that page. ``payload`` is borrowed: the
-    sender's page memory on the way out, the transport's receive buffer on the way in; whoever wants to keep it copies.
+    ``page_ordinal`` counts the sequence's pages at the receiver from 0; ``offset`` is in bytes within that page. The payload
+    lies there in one piece or, with a ``stride``, in runs, which it fills wholly. It is borrowed: the sender's memory on the
+    way out, the transport's receive buffer on the way in; whoever wants to keep it copies.
     """
 
     reservation_id: ReservationId
@@ -30,13 +38,30 @@ class Segment:
     page_ordinal: int
     offset: int
     payload: memoryview
+    stride: ByteStride | None = None
+
+    @property
+    def end(self) -> int:
+        """Offset in the page behind the segment's last byte."""
+        return self.offset + (self.stride.extent(self.payload.nbytes) if self.stride else self.payload.nbytes)
+
+    def place_in(self, page: NDArray[_Element]) -> NDArray[_Element]:
+        """A view of the segment's place in an array with one element for each byte of the page: [num_bytes], or with a stride
+        [num_runs, run_bytes]. The segment ends within the page."""
+        assert 0 <= self.offset < self.end <= len(page)
+        place = page[self.offset : self.end]
+        if self.stride is None:
+            return place
+        shape = (self.stride.num_runs(self.payload.nbytes), self.stride.run_bytes)
+        return as_strided(place, shape, (self.stride.step_bytes * page.itemsize, page.itemsize))
 
 
 class PageSource(Protocol):
     """The sender's pool."""
 
     def page_memory(self, page_id: PageId) -> memoryview:
-        """The page's bytes, contiguous and read-only, without a copy. Valid while the page is held for sending."""
+        """The page's bytes, contiguous and read-only, without a copy where they lie in host memory. Valid while the page is
+        held for sending."""
 
 
 class PageSink(Protocol):
@@ -52,8 +77,13 @@ class PageSink(Protocol):
 class PageStream(Protocol):
     """The way to one decode worker for one attempt."""
 
+    @property
+    def num_accepted(self) -> int:
+        """Segments that the receiver has accepted, in the order in which they were written. Counts on from attempt to attempt
+        where a back end keeps its streams; still there when the way has broken."""
+
     async def write(self, segment: Segment) -> None:
-        """Send one segment; returns as soon as a credit allows the next. Not every segment is answered yet then.
+        """Send one segment, once there is a credit for it. It need not be answered when this returns.
 
         Raises ``Refused`` when the receiver declined this or an earlier segment, ``WorkerLost`` when the way broke.
         """
@@ -68,7 +98,10 @@ class PageTransport(Protocol):
     name: str
 
     def open(self, ticket: TransferTicket) -> AbstractAsyncContextManager[PageStream]:
-        """A stream for one attempt. Leaving the context releases the stream, finished or not."""
+        """A stream for one attempt. Leaving the context releases the stream, finished or not.
+
+        Entering it raises ``WorkerLost`` where a back end finds out already then that it does not reach the receiver.
+        """
 
     async def close(self) -> None:
         """Release every channel."""

@@ -78,6 +78,8 @@ class TorchAttention:
     of 512-key blocks and a multiple of four query rows; keys beyond a token's position are masked, and add exact zeros. So do
     whole blocks before a token's window: they are left out, unless an earlier token of the same row needs them.
 
+    Rows that share pages may have more keys together than the cache has tokens: then they are gathered in turns.
+
     ``scale`` multiplies the products of queries and keys; ``sliding_windows`` has each layer's window in tokens, None for all.
     """
 
@@ -104,7 +106,7 @@ class _TorchStep:
         self._pages = torch.tensor([row.page_ids[page] for row, page, _ in places])  # [num_tokens]
         self._slots = torch.tensor([slot for _, _, slot in places])  # [num_tokens]
         self._groups = {
-            window: [_Group(members, cache) for members in _equal_shapes(rows, window, page_size)]
+            window: [_Group(members, cache) for members in _equal_shapes(rows, window, cache)]
             for window in set(sliding_windows)
         }
 
@@ -212,12 +214,17 @@ class _Group:
         return is_later.logical_or_(keys <= positions - self._sliding_window)
 
 
-def _equal_shapes(rows: Sequence[AttentionRow], sliding_window: int | None, page_size: int) -> list[list[_Member]]:
-    """The rows grouped by number of tokens and of keys."""
+def _equal_shapes(rows: Sequence[AttentionRow], sliding_window: int | None, cache: KVCache) -> list[list[_Member]]:
+    """The rows grouped by number of tokens and of keys, at most as many together as have their keys in pages of their own."""
+    max_keys = cache.num_pages * cache.layout.page_size + len(rows) * _KEY_BLOCK
     groups: dict[tuple[int, int], list[_Member]] = {}
     first_token = 0
     for row in rows:
-        member = _Member.of(row, first_token, sliding_window, page_size)
+        member = _Member.of(row, first_token, sliding_window, cache.layout.page_size)
         groups.setdefault((row.num_tokens, member.num_keys), []).append(member)
         first_token += row.num_tokens
-    return list(groups.values())
+    turns: list[list[_Member]] = []
+    for (_, num_keys), members in groups.items():
+        max_rows = max(1, max_keys // num_keys)
+        turns += (members[start : start + max_rows] for start in range(0, len(members), max_rows))
+    return turns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,40 @@ def to_host(tensor: Tensor) -> Tensor:
     copy.copy_(tensor, non_blocking=True)
     settle(tensor.device)
     return copy
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The numbers of ``tensor``, which is in host memory, on ``device``. Waits for nothing that the device computes, as a copy
+    from memory that is not pinned would."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopies:
+    """Copies in host memory of what a device has yet to compute."""
+
+    def __init__(self, tensors: Sequence[Tensor], event: torch.cuda.Event | None) -> None:
+        self._tensors = tensors
+        self._event = event
+
+    @classmethod
+    def begin(cls, tensors: Sequence[Tensor]) -> HostCopies:
+        """Of tensors on one device, as they will be when it has done what it was asked for until now. Waits for nothing."""
+        if tensors[0].device.type != "cuda":
+            return cls([tensor.clone() for tensor in tensors], None)
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(tensors[0].device))
+        return cls(copies, event)
+
+    def wait(self) -> Sequence[Tensor]:
+        """The numbers, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
 
 
 def settle(device: torch.device) -> None:

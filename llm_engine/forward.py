@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from llm_engine.attention import AttentionBackend, AttentionRow
 from llm_engine.decoder import Decoder
+from llm_engine.device import to_device
 from llm_engine.step_plan import PlanRow, StepPlan
 
 
@@ -22,17 +24,40 @@ class Forward(Protocol):
         their order. None where no row does. Valid until the next step."""
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LateTokens:
+    """Token ids that only the device knows yet: ``token_ids`` [num_late], int64, for the ``places`` [num_late], int64, among
+    a step's tokens."""
+
+    places: Tensor
+    token_ids: Tensor
+
+    def put_into(self, token_ids: Tensor) -> None:
+        """Complete the step's ``token_ids``, int64 [num_tokens]."""
+        token_ids.index_copy_(0, self.places, self.token_ids)
+
+
+class DeviceForward(Protocol):
+    """A ``Forward`` that may begin before all of the step's tokens are known to the host."""
+
+    def logits(self, plan: StepPlan, late: LateTokens | None = None) -> Tensor | None:
+        """See ``Forward``. ``late`` stand for those that are ``NOT_YET_KNOWN``. Returns when all is asked of the device."""
+
+
 class EagerForward:
-    """See ``Forward``. For rows of any length; those of a matrix product are padded to a multiple of ``row_multiple``."""
+    """See ``Forward`` and ``DeviceForward``. For rows of any length; those of a matrix product are padded to a multiple of
+    ``row_multiple``."""
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend, *, row_multiple: int) -> None:
         self._decoder = decoder
         self._attention = attention
         self._row_multiple = row_multiple
 
-    def logits(self, plan: StepPlan) -> Tensor | None:
+    def logits(self, plan: StepPlan, late: LateTokens | None = None) -> Tensor | None:
         step = self._attention.begin_step(attention_rows(plan.rows))
         token_ids, positions = self._padded(token_ids_of(plan.rows)), self._padded(positions_of(plan.rows))
+        if late is not None:
+            late.put_into(token_ids)
         sampled = last_tokens(plan.rows)
         hidden = self._decoder.hidden_states(token_ids, positions, step, self._padded(sampled))
         return self._decoder.logits(hidden) if sampled else None
@@ -40,7 +65,7 @@ class EagerForward:
     def _padded(self, values: list[int]) -> Tensor:
         """The values, then zeros up to a multiple, on the model's device."""
         padding = [0] * (-len(values) % self._row_multiple)
-        return torch.tensor(values + padding, dtype=torch.int64).to(self._decoder.device)
+        return to_device(torch.tensor(values + padding, dtype=torch.int64), self._decoder.device)
 
 
 def attention_rows(rows: Sequence[PlanRow]) -> list[AttentionRow]:

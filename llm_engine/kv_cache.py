@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from llm_engine.cuda.staged_bytes import StagedBytes
 from llm_engine.device import CPU
 from llm_engine.huge_pages import huge_pages
 from llm_engine.kv_numbers import dequantize, quantize, to_cache_type
+from serving_core.byte_stride import ByteStride
 from serving_core.ids import PageId
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 
@@ -18,13 +20,14 @@ TORCH_DTYPES = {
     KVDType.BFLOAT16: torch.bfloat16,
     KVDType.FLOAT16: torch.float16,
     KVDType.INT8: torch.int8,
+    KVDType.FP8: torch.float8_e4m3fn,
 }
 
 
 class KVCache:
     """``tensor`` has the numbers as they are held, [num_pages, num_layers, 2 (key, value), page_size, num_kv_heads, head_dim].
-    ``scales`` is None, or for int8 what the numbers of each head are to be multiplied by, float32 [num_pages, num_layers, 2,
-    page_size, num_kv_heads].
+    ``scales`` is None, or for int8 and fp8 what the numbers of each head are to be multiplied by, float32 [num_pages,
+    num_layers, 2, page_size, num_kv_heads].
 
     Both lie in one block of memory: a page is ``layout.page_bytes`` of it, first its numbers, then its scales. So with scales
     the pages of either tensor are ``layout.page_bytes`` apart, which leaves gaps; within a page there are none.
@@ -42,7 +45,6 @@ class KVCache:
         self.num_pages = num_pages
         num_held = num_pages + int(has_spare_page)
         memory = _memory(num_held * layout.page_bytes, device)
-        self._bytes = memory.numpy().data if device == CPU else None  # [num_held * page_bytes]
         self._staged = None if device == CPU else StagedBytes(memory)
         self._pages = memory.view(num_held, layout.page_bytes)
         shape = (layout.num_layers, 2, layout.page_size, layout.num_kv_heads)
@@ -73,8 +75,9 @@ class KVCache:
             if self.scales is None:
                 self.tensor[:, layer, side].index_put_((pages, slots), to_cache_type(heads, self.tensor.dtype))
             else:
-                integers, scales = quantize(heads)
-                self.tensor[:, layer, side].index_put_((pages, slots), integers)
+                numbers, scales = quantize(heads, self.tensor.dtype)
+                # As bytes, since torch puts and selects no float8.
+                self.tensor[:, layer, side].view(torch.int8).index_put_((pages, slots), numbers.view(torch.int8))
                 self.scales[:, layer, side].index_put_((pages, slots), scales)
 
     def gather(self, layer: int, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -84,33 +87,32 @@ class KVCache:
 
     def page_memory(self, page_id: PageId) -> memoryview:
         """The page's bytes, read-only. In host memory without a copy: they change when the page does."""
-        if self._staged is not None:
-            return self._staged.read(self._start(page_id), self.layout.page_bytes)
-        return self._page(page_id).toreadonly()
+        page = self._part(page_id, 0, self.layout.page_bytes, None)
+        return self._staged.read(page) if self._staged is not None else page.numpy().data.toreadonly()
 
-    def write(self, page_id: PageId, offset: int, payload: memoryview) -> None:
-        """Copy ``payload`` into the page, ``offset`` bytes from its start."""
-        end = offset + payload.nbytes
-        assert 0 <= offset <= end <= self.layout.page_bytes, "the payload lies within one page"
+    def write(self, page_id: PageId, offset: int, payload: memoryview, stride: ByteStride | None = None) -> None:
+        """Copy ``payload`` into the page, ``offset`` bytes from its start: in one piece or, with a ``stride``, in runs, which
+        it fills wholly. Bytes between the runs stay as they are."""
+        part = self._part(page_id, offset, payload.nbytes, stride)
         if self._staged is not None:
-            self._staged.write(self._start(page_id) + offset, payload)
+            self._staged.write(part, payload)
         else:
-            self._page(page_id)[offset:end] = payload.cast("B")
+            part.numpy()[...] = np.frombuffer(payload, dtype=np.uint8).reshape(part.shape)
 
     def _gather_side(self, layer: int, side: int, pages: Tensor, dtype: torch.dtype) -> Tensor:
-        numbers = self.tensor[:, layer, side].index_select(0, pages).flatten(0, 1)
+        held = self.tensor[:, layer, side]
         if self.scales is None:
-            return numbers.to(dtype)
+            return held.index_select(0, pages).flatten(0, 1).to(dtype)
+        numbers = held.view(torch.int8).index_select(0, pages).view(held.dtype).flatten(0, 1)
         return dequantize(numbers, self.scales[:, layer, side].index_select(0, pages).flatten(0, 1), dtype)
 
-    def _page(self, page_id: PageId) -> memoryview:
-        assert self._bytes is not None, "the pages lie in host memory"
-        start = self._start(page_id)
-        return self._bytes[start : start + self.layout.page_bytes]
-
-    def _start(self, page_id: PageId) -> int:
+    def _part(self, page_id: PageId, offset: int, num_bytes: int, stride: ByteStride | None) -> Tensor:
+        """A view of a page's bytes, uint8 [num_bytes] or, with a stride, [num_runs, run_bytes]."""
         assert 0 <= page_id < self.num_pages
-        return page_id * self.layout.page_bytes
+        end = offset + (stride.extent(num_bytes) if stride else num_bytes)
+        assert 0 <= offset <= end <= self.layout.page_bytes, "the payload lies within one page"
+        part = self._pages[page_id, offset:end]
+        return part.as_strided((stride.num_runs(num_bytes), stride.run_bytes), (stride.step_bytes, 1)) if stride else part
 
 
 def _memory(num_bytes: int, device: torch.device) -> Tensor:

@@ -1,11 +1,11 @@
-"""Numbers of keys and values as the cache holds them: of another type than they are computed in, or integers with scales."""
+"""Numbers of keys and values as the cache holds them: of another type than they are computed in, or of a byte with scales."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_MAX_INT8 = 127
+_LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
 
 
 def to_cache_type(heads: Tensor, dtype: torch.dtype) -> Tensor:
@@ -17,19 +17,23 @@ def to_cache_type(heads: Tensor, dtype: torch.dtype) -> Tensor:
     return heads.float().clamp(limits.min, limits.max).to(dtype)
 
 
-def quantize(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers with a scale for each head: its largest magnitude / 127. The native kernels store the same bits.
+def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Numbers of ``dtype``, int8 or float8_e4m3fn, with a scale for each head: its largest magnitude over the type's largest
+    number. The native kernels store the same integers.
 
-    heads [..., head_dim] → int8 [..., head_dim], float32 [...]. A head with NaN or infinity has such a scale, and so reads as
-    NaN.
+    heads [..., head_dim] → ``dtype`` [..., head_dim], float32 [...]. A head with NaN or infinity has such a scale, and so reads
+    as NaN.
     """
     exact = heads.float()
-    scales = exact.abs().amax(-1) / _MAX_INT8
+    largest = _LARGEST[dtype]
+    scales = exact.abs().amax(-1) / largest
     divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(-1)
-    integers = (exact / divisors).round_().clamp_(-_MAX_INT8, _MAX_INT8).nan_to_num_(0.0)
-    return integers.to(torch.int8), scales
+    quotients = exact / divisors
+    if dtype is torch.int8:
+        quotients = quotients.round_()
+    return quotients.clamp_(-largest, largest).nan_to_num_(0.0).to(dtype), scales
 
 
-def dequantize(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The other way: int8 [..., head_dim], float32 [...] → ``dtype`` [..., head_dim], multiplied in float32."""
-    return integers.float().mul_(scales.unsqueeze(-1)).to(dtype)
+def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The other way: [..., head_dim], float32 [...] → ``dtype`` [..., head_dim], multiplied in float32."""
+    return numbers.float().mul_(scales.unsqueeze(-1)).to(dtype)

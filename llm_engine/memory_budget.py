@@ -45,7 +45,8 @@ class StepSize:
     def of_prefill(
         cls, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, page_size: int, num_pages: int
     ) -> StepSize:
-        """A step full of prompts: one at the end of the window, and as many others as may begin, down to a token each."""
+        """A step full of prompts, down to a token each, which all together have no more in the cache before it than one at the
+        end of the window (see ``PrefillScheduler``)."""
         num_tokens = min(max_num_batched_tokens, num_pages * page_size)
         num_rows = min(max_num_seqs, num_tokens, num_pages)
         max_row_keys = padded(max_model_len, _KEY_BLOCK)
@@ -62,8 +63,8 @@ class StepSize:
     def of_decode(
         cls, *, max_num_seqs: int, max_replay_tokens: int, max_model_len: int, page_size: int, num_pages: int
     ) -> StepSize:
-        """A token for each of ``max_num_seqs`` sequences, which share the pages that there are; for one of them the
-        ``max_replay_tokens`` of a replayed log instead."""
+        """A token for each of ``max_num_seqs`` sequences; for one of them the ``max_replay_tokens`` of a replayed log instead.
+        No more keys are gathered at once than there are pages for, though sequences that share pages may have more."""
         num_rows = min(max_num_seqs, num_pages)
         max_row_keys = padded(max_model_len, _KEY_BLOCK)
         num_keys = min(num_rows * max_row_keys, num_pages * page_size + num_rows * _KEY_BLOCK)

@@ -31,10 +31,11 @@ class Phase(Protocol):
         """Release what no router named for one lease. Returns when the next lease ends, or None with no lease left."""
 
     def plan(self) -> StepPlan | None:
-        """Choose the rows of the next step and account for their pages; None when nothing can run."""
+        """Choose the rows of the next step and account for their pages; None when nothing can run. A plan whose step is still
+        under way was not applied yet: what it computes and samples is not computed again."""
 
     def apply(self, plan: StepPlan, result: StepResult) -> None:
-        """Take the step's tokens: advance sequences, emit events, release what ended."""
+        """Take the step's tokens: advance sequences, emit events, release what ended. Plans are applied in their order."""
 
     def renew(self, keys: frozenset[SequenceKey]) -> None:
         """Extend the leases of those of ``keys`` that this phase holds."""
@@ -49,8 +50,24 @@ class Phase(Protocol):
         """The load of this moment."""
 
 
+class StepUnderWay(Protocol):
+    """A step that a device computes while the host goes on. It is computed after all that were begun before."""
+
+    def wait(self) -> StepResult:
+        """What the step produced, once it has. To be called once."""
+
+
+def finished(outcome: StepResult | StepUnderWay) -> StepResult:
+    """The result of ``Runner.run``, waited for if need be."""
+    return outcome if isinstance(outcome, StepResult) else outcome.wait()
+
+
 class Runner(Protocol):
     """Computes a step: the model, its weights and its cache, for one worker."""
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Run one forward pass and sample. Synchronous; writes the rows' keys and values into the paged cache."""
+    def run(self, plan: StepPlan) -> StepResult | StepUnderWay:
+        """Run one forward pass and sample; writes the rows' keys and values into the paged cache.
+
+        When it only has begun, one more step of the phase may be run before this one is waited for, with rows whose token is
+        ``NOT_YET_KNOWN``. Until then nobody else may write into the pages into which the step writes.
+        """

@@ -17,9 +17,16 @@ class SampleTemplate:
     end_token_ids: tuple[int, ...]
     min_tokens: int
 
-    def spec(self, output_token_ids: Sequence[int]) -> SampleSpec:
-        """How to choose the token that follows ``output_token_ids``. Give an ``array("i")``: it is copied in no time."""
-        output_index = len(output_token_ids)
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether a token cannot be chosen before all those before it are known."""
+        return self.first.penalties is not None
+
+    def spec(self, output_token_ids: Sequence[int], *, num_not_yet_known: int = 0) -> SampleSpec:
+        """How to choose the token that follows ``output_token_ids``, and so many more that are yet to come. Give an
+        ``array("i")``: it is copied in no time."""
+        assert num_not_yet_known == 0 or not self.needs_every_token
+        output_index = len(output_token_ids) + num_not_yet_known
         penalties = self.first.penalties
         if penalties is not None:
             penalties = replace(penalties, output_token_ids=PackedIds.of(output_token_ids))

@@ -7,7 +7,7 @@ This is the reference for ``NativeSampler``, and what chooses where the native k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llm_engine.logit_rules import Ids, Logits, apply_logit_rules
 from llm_engine.philox import uniform
-from llm_engine.step_plan import SampledToken, SampleSpec
+from llm_engine.step_plan import SampledToken, SampleSpec, StepPlan, StepResult
 from serving_core.token_event import TokenLogprobs
 
 _NUM_LIKELY = 512
@@ -39,6 +39,21 @@ class UnusableLogits(ValueError):
 
 
 Choice: TypeAlias = SampledToken | UnusableLogits
+
+
+def step_result(plan: StepPlan, choices: Iterable[Choice]) -> StepResult:
+    """The result of a step whose sampled rows, in their order, got these choices."""
+    remaining = iter(choices)
+    tokens: list[SampledToken | None] = []
+    failures: list[str | None] = []
+    for row in plan.rows:
+        choice = None if row.sample is None else next(remaining)
+        failure: str | None = None
+        if isinstance(choice, UnusableLogits):
+            choice, failure = None, f"No token can be chosen for sequence {row.key}: {choice}."
+        tokens.append(choice)
+        failures.append(failure)
+    return StepResult(tokens=tuple(tokens), failures=tuple(failures) if any(failures) else ())
 
 
 class Sampler(Protocol):

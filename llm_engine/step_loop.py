@@ -1,8 +1,9 @@
 """The engine thread: drives the mounted phases step by step, and is the one place where their state may be touched.
 
 One turn: 1. run the calls that other threads queued, in order; 2. let every phase release what no router named for one lease;
-3. decode, then prefill: plan, run, apply. When no phase had anything to run, the thread sleeps until the next call or the next
-lease's end. Knows no sequence, no page and no transport.
+3. decode, then prefill: plan, run, apply. A step that the runner leaves under way is applied once the next one has begun, so
+that the device does not wait for what the host does in between. When no phase had anything to run, the thread sleeps until the
+next call or the next lease's end. Knows no sequence, no page and no transport.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from llm_engine.phase import Phase, Runner
+from llm_engine.phase import Phase, Runner, StepUnderWay
+from llm_engine.step_plan import StepPlan, StepResult
 from serving_core.clock import Clock
 from serving_core.errors import TwinpoolError, WorkerLost
 from serving_core.worker_status import PhaseName
@@ -43,6 +45,7 @@ class StepLoop:
         self._clock = clock
         self._on_crash = on_crash
         self._setup_thread = setup_thread
+        self._under_way: dict[PhaseName, tuple[StepPlan, StepUnderWay]] = {}
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()  # (run, reject), guarded by _changed
         self._is_closed = False  # guarded by _changed
@@ -129,10 +132,18 @@ class StepLoop:
         return True
 
     def _step(self, phase: Phase) -> bool:
+        """False when there is nothing to compute and nothing under way."""
         plan = phase.plan()
-        if plan is None:
-            return False
-        phase.apply(plan, self._runner.run(plan))
+        outcome = None if plan is None else self._runner.run(plan)
+        before = self._under_way.pop(phase.name, None)
+        if before is not None:
+            phase.apply(before[0], before[1].wait())
+        if plan is None or outcome is None:
+            return before is not None
+        if isinstance(outcome, StepResult):
+            phase.apply(plan, outcome)
+        else:
+            self._under_way[phase.name] = (plan, outcome)
         return True
 
     def _sleep(self, until: float | None) -> None:

@@ -9,6 +9,9 @@ from serving_core.ids import PageId, SequenceKey
 from serving_core.token_event import TokenLogprobs
 from serving_core.worker_status import PhaseName
 
+NOT_YET_KNOWN = -1
+"""Among a row's ``token_ids``: what the phase's step before, which is still under way, samples for the same sequence."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
@@ -49,7 +52,8 @@ class PlanRow:
     """Consecutive tokens of one sequence to be computed in this step.
 
     ``token_ids`` take positions ``start_position ..``; keys and values of all earlier positions are in the cache. ``page_ids``
-    covers every position up to the last of this row, in order. ``sample`` is None when the row ends inside a prompt.
+    covers every position up to the last of this row, in order. ``sample`` is None when the row ends inside a prompt. A token
+    that is ``NOT_YET_KNOWN`` is the row's only one.
     """
 
     key: SequenceKey
@@ -57,6 +61,11 @@ class PlanRow:
     start_position: int
     page_ids: tuple[PageId, ...]
     sample: SampleSpec | None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it goes on from a step under way."""
+        return self.token_ids == (NOT_YET_KNOWN,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,12 +50,11 @@ class TokenRules:
             return None
         if output_index >= request.sampling.min_tokens and token_id in self._end_token_ids(request):
             return FinishReason.STOP
-        num_output_tokens = output_index + 1
-        if num_output_tokens >= request.sampling.max_tokens:
-            return FinishReason.LENGTH
-        if request.num_prompt_tokens + num_output_tokens >= self.max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self.is_last(request, output_index) else None
+
+    def is_last(self, request: GenerateRequest, output_index: int) -> bool:
+        """Whether the token at that place ends the sequence, whichever it is."""
+        return request.num_prompt_tokens + output_index + 1 >= self.max_total_tokens(request)
 
     def sample_template(self, request: GenerateRequest) -> SampleTemplate:
         """How to choose each token of the request's answer."""

@@ -23,18 +23,12 @@ class AdmissionCheck:
     num_pages: int
 
     def check_ticket(self, request: GenerateRequest, ticket: TransferTicket) -> None:
-        """MALFORMED for a ticket of something else, LAYOUT_MISMATCH for pages of another size."""
+        """MALFORMED for a ticket of something else."""
         if ticket.key != request.key or ticket.num_prompt_tokens != request.num_prompt_tokens:
             raise Refused(
                 RefusalCode.MALFORMED,
                 f"The ticket is for {ticket.key} with {ticket.num_prompt_tokens} prompt tokens, the request is {request.key} "
                 f"with {request.num_prompt_tokens}.",
-            )
-        if ticket.layout.page_size != self.layout.page_size:
-            raise Refused(
-                RefusalCode.LAYOUT_MISMATCH,
-                f"The ticket's pages hold {ticket.layout.page_size} tokens, those of prefill worker {self.worker_id} "
-                f"{self.layout.page_size}.",
             )
 
     def check_request(self, request: GenerateRequest) -> None:
@@ -55,10 +49,10 @@ class AdmissionCheck:
 
     def check_same_sequence(self, request: GenerateRequest, held: PrefillSequence) -> None:
         """MALFORMED for a retry that is another request, TOKEN_MISMATCH for one whose log denies the known token 0."""
-        if request.prompt_token_ids != held.request.prompt_token_ids or request.sampling != held.request.sampling:
+        if not request.is_same_sequence(held.request):
             raise Refused(
                 RefusalCode.MALFORMED,
-                f"{request.key} came again with another prompt or other sampling than in attempt {held.attempt}.",
+                f"{request.key} came again with another prompt, sampling or cache salt than in attempt {held.attempt}.",
             )
         log = request.output_token_ids
         if log and held.first_token is not None and log[0] != held.first_token.token_id:

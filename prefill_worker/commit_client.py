@@ -7,6 +7,7 @@ import grpc.aio
 from serving_core.errors import WorkerLost
 from serving_core.rpc import convert
 from serving_core.rpc.channel_cache import ChannelCache
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.rpc.v1 import decode_pb2, decode_pb2_grpc
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
 
@@ -14,8 +15,9 @@ from serving_core.transfer_ticket import HandoffCommit, TransferTicket
 class CommitClient:
     """Commits to any decode worker. Lives on one event loop; owns its channels. ``timeout_s`` bounds each call."""
 
-    def __init__(self, *, timeout_s: float = 5.0) -> None:
+    def __init__(self, *, token: ClusterToken = OPEN, timeout_s: float = 5.0) -> None:
         assert timeout_s > 0
+        self._metadata = token.metadata
         self._timeout_s = timeout_s
         self._channels = ChannelCache()
 
@@ -28,7 +30,9 @@ class CommitClient:
         async with self._channels.use(ticket.decode_address, ticket.decode_incarnation) as shared:
             request = decode_pb2.CommitRequest(commit=convert.commit_to_pb(commit))
             try:
-                reply = await decode_pb2_grpc.DecodeStub(shared.channel).Commit(request, timeout=self._timeout_s)
+                reply = await decode_pb2_grpc.DecodeStub(shared.channel).Commit(
+                    request, timeout=self._timeout_s, metadata=self._metadata
+                )
             except grpc.aio.AioRpcError as error:
                 shared.retire()
                 raise WorkerLost(

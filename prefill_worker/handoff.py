@@ -17,10 +17,11 @@ class Handoff(Protocol):
     """
 
     def offer(self, pages: Sequence[tuple[int, PageId]]) -> None:
-        """Send these (ordinal, page): their bytes are final. Ordinals run on from the ticket's first page without a gap."""
+        """Send these (ordinal, page) of this worker: their bytes are final. Ordinals run on, without a gap, from the page with
+        the first token that is not cached at the receiver."""
 
-    def finish(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Every page was offered; commit with this token at output index 0."""
+    def finish(self, token_id: int, logprobs: TokenLogprobs | None, *, num_cached_tokens: int = 0) -> None:
+        """Every page was offered; commit with this token at output index 0. So many tokens of the prompt were not computed."""
 
     def cancel(self) -> None:
         """Give up. Idempotent."""
@@ -34,7 +35,8 @@ class LocalDecode(Protocol):
         """Tickets of this worker go the local way."""
 
     def lend_pages(self, ticket: TransferTicket) -> tuple[PageId, ...]:
-        """The pages reserved for the ticket, to be computed into during this step. Idempotent; asked again before each step.
+        """The pages reserved for the ticket, to be computed into during this step, but for those that its cached tokens fill.
+        Idempotent; asked again before each step.
 
         Raises ``Refused`` once the reservation does not stand any more.
         """

@@ -39,13 +39,14 @@ class DurationHistogram:
 
 @dataclass(slots=True, kw_only=True)
 class HandoffCounters:
-    """Totals over hand-offs that have ended, however they ended; the histogram has the acknowledged ones only.
+    """Totals over hand-offs that have ended, however they ended; the histograms have the acknowledged ones only.
 
-    ``num_bytes_sent`` includes what was sent again. ``transfer_s``: page bytes were under way; neither computing nor the waits
-    after a broken way count.
+    ``num_bytes_sent`` includes what was sent again. ``transfer_s``: page bytes or the commit were under way; neither computing
+    nor the waits after a broken way count. ``exposed_s``: from the last chunk computed to the acknowledged commit.
     """
 
     num_acknowledged: int = 0
     num_not_acknowledged: int = 0
     num_bytes_sent: int = 0
     transfer_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(bounds_s=KV_TRANSFER_SECONDS_BUCKETS))
+    exposed_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(bounds_s=KV_TRANSFER_SECONDS_BUCKETS))

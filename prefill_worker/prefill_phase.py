@@ -2,7 +2,8 @@
 
 Life of one sequence:
 1. ``admit``: it waits in the queue with the ticket of its attempt.
-2. It gets pages for the whole prompt and is computed chunk by chunk; full pages are offered to the hand-off meanwhile.
+2. It gets pages for the whole prompt, those that the prefix cache has among them. What these do not hold is computed chunk by
+   chunk; full pages are offered to the hand-off meanwhile, and to prompts that begin alike.
 3. Its last chunk gives token 0. If that ends the sequence, nothing is committed; else its pages go to *sending*.
 4. ``handoff_ended``: acknowledged, and all is released; or not, and the pages are kept for the router's next ticket.
 5. ``_end`` lets go of everything, once, from whatever state. Pages that a hand-off may still read wait for its report.
@@ -30,7 +31,7 @@ from serving_core.generate_request import GenerateRequest
 from serving_core.ids import RouterId, SequenceKey, WorkerId
 from serving_core.kv_page_layout import KVPageLayout
 from serving_core.lease_table import LeaseTable
-from serving_core.page_state import PageOwner, PageState
+from serving_core.page_state import PageOwner
 from serving_core.recent_endings import RecentEndings
 from serving_core.token_event import FailureKind, SequenceFailed, TokenEvent
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
@@ -46,7 +47,7 @@ class PrefillPhase:
     """The prefill phase of one worker; implements ``Phase``.
 
     ``max_num_batched_tokens`` and ``max_num_seqs`` bound one step. ``local_decode`` is the decode phase mounted on the same
-    pool, if there is one.
+    pool, if there is one. ``has_prefix_cache``: prompts share the pages that they begin with.
     """
 
     name = PhaseName.PREFILL
@@ -64,6 +65,7 @@ class PrefillPhase:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         local_decode: LocalDecode | None = None,
+        has_prefix_cache: bool = False,
     ) -> None:
         assert layout.page_size == pool.page_size
         self.counters = PhaseCounters()
@@ -73,11 +75,13 @@ class PrefillPhase:
         self._rules = rules
         self._clock = clock
         self._local_decode = local_decode
-        self._pages = PromptPages(pool, local_decode)
+        self._pages = PromptPages(pool, layout, local_decode, has_prefix_cache=has_prefix_cache)
         self._admission = AdmissionCheck(worker_id=worker_id, layout=layout, rules=rules, num_pages=pool.num_pages)
         self._outbox = EventOutbox(sink)
         self._leases = LeaseTable(lease_s)
-        self._scheduler = PrefillScheduler(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        self._scheduler = PrefillScheduler(
+            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_num_earlier=rules.max_model_len
+        )
         self._sequences: dict[SequenceKey, PrefillSequence] = {}
         self._by_open_handoff: dict[PageOwner, PrefillSequence] = {}
         self._ended_attempts: RecentEndings[SequenceKey, int] = RecentEndings(keep_s=lease_s, max_entries=_MAX_ENDINGS)
@@ -109,8 +113,16 @@ class PrefillPhase:
         if held is not None and not held.is_local and handoff is not None:
             self._retarget(held, request, ticket, router_id, handoff)
             return True
-        arrived_at = self._clock.now()
-        started = PrefillSequence(request=request, ticket=ticket, router_id=router_id, handoff=handoff, arrived_at=arrived_at)
+        started = PrefillSequence(
+            request=request,
+            ticket=ticket,
+            router_id=router_id,
+            handoff=handoff,
+            arrived_at=self._clock.now(),
+            page_hashes=self._pages.hashes_of(request),
+        )
+        if started.is_local:
+            started.start_behind(ticket.num_cached_tokens)  # the lent pages hold them
         if held is not None:
             # Lent pages cannot leave and own ones cannot become lent: computed again, but token 0 stays what it was.
             self._end(held)
@@ -173,7 +185,7 @@ class PrefillPhase:
 
     def plan(self) -> StepPlan | None:
         self._borrow_local_pages()
-        rows = tuple(self._row(chunk) for chunk in self._scheduler.choose(self._take_pages))
+        rows = tuple(self._row(chunk) for chunk in self._scheduler.choose(self._take_pages, self._pages.is_coming))
         # A prompt's step may take long, and what is said here concerns other sequences: it does not wait for the step.
         self._outbox.flush()
         return StepPlan(phase=self.name, rows=rows) if rows else None
@@ -189,6 +201,10 @@ class PrefillPhase:
         if not self._pages.take(sequence):
             return False
         sequence.state = PrefillState.WAITING_FOR_STEP
+        if self._pages.has_prefix_cache and not sequence.is_local:
+            self.counters.num_prefix_queries += sequence.request.num_prompt_tokens
+            self.counters.num_prefix_hits += sequence.num_cached_tokens
+        self._offer_computed(sequence)
         return True
 
     def _row(self, chunk: Chunk) -> PlanRow:
@@ -208,10 +224,12 @@ class PrefillPhase:
         for row, token, failure in zip(plan.rows, result.tokens, failures, strict=True):
             sequence = self._sequences[row.key]
             if failure is not None:
+                self._pages.distrust(sequence)
                 self._fail(sequence, FailureKind.INTERNAL, failure)
                 continue
             sequence.num_computed += len(row.token_ids)
             self.counters.num_prompt_tokens += len(row.token_ids)
+            self._pages.publish(sequence)
             self._offer_computed(sequence)
             if sequence.num_remaining == 0:
                 self._complete_prompt(sequence, token)
@@ -224,7 +242,7 @@ class PrefillPhase:
             sequence.first_token = sampled
             self.counters.num_generation_tokens += 1
         if not sequence.is_local:
-            self._pool.move(sequence.page_ids, sequence.owner, PageState.SENDING)
+            self._pool.send(sequence.page_ids, sequence.owner)
         self._hand_over(sequence)
 
     def _hand_over(self, sequence: PrefillSequence) -> None:
@@ -239,13 +257,14 @@ class PrefillPhase:
             token_id=token.token_id,
             logprobs=token.logprobs,
             finish_reason=finish_reason,
+            num_cached_tokens=sequence.num_cached_tokens,
         )
         self._outbox.put(sequence.router_id, early_copy)
         if finish_reason is not None:
             self._end(sequence)
         elif sequence.handoff is not None:
             sequence.state = PrefillState.WAITING_FOR_DECODE
-            sequence.handoff.finish(token.token_id, token.logprobs)
+            sequence.handoff.finish(token.token_id, token.logprobs, num_cached_tokens=sequence.num_cached_tokens)
         else:
             self._commit_in_place(sequence, token)
 
@@ -257,6 +276,7 @@ class PrefillPhase:
             token_id=token.token_id,
             logprobs=token.logprobs,
             num_bytes_sent=0,
+            num_cached_tokens=sequence.num_cached_tokens,
         )
         assert self._local_decode is not None
         try:
@@ -272,7 +292,7 @@ class PrefillPhase:
             return
         is_done = sequence.num_remaining == 0
         num_final = len(sequence.page_ids) if is_done else sequence.num_computed // self._layout.page_size
-        first = max(sequence.num_offered, sequence.ticket.first_page)
+        first = max(sequence.num_offered, sequence.ticket.num_cached_tokens // self._layout.page_size)
         if first < num_final:
             sequence.handoff.offer([(ordinal, sequence.page_ids[ordinal]) for ordinal in range(first, num_final)])
         sequence.num_offered = num_final

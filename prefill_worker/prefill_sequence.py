@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from llm_engine.page_hash import PageHash
 from llm_engine.step_plan import SampledToken
 from prefill_worker.handoff import Handoff
 from serving_core.generate_request import GenerateRequest
@@ -35,7 +36,8 @@ class PrefillSequence:
     ``handoff`` delivers the newest attempt, None on the local path. ``open_attempts``: attempts whose hand-off has not reported
     its end and so may still read the pages. ``first_token`` is output index 0 once it is known; it is never sampled again.
     ``arrived_at``, by the worker's clock, is when it was admitted. ``num_offered`` counts pages given to ``handoff``, from
-    ordinal 0, those it does not send included.
+    ordinal 0, those it does not send included. ``page_hashes`` are those of the prompt's full pages, none without a prefix
+    cache; ``num_cached_tokens`` of it were there when it got its pages, and are not computed.
     """
 
     request: GenerateRequest
@@ -43,8 +45,10 @@ class PrefillSequence:
     router_id: RouterId
     handoff: Handoff | None
     arrived_at: float
+    page_hashes: tuple[PageHash, ...] = ()
     state: PrefillState = PrefillState.WAITING_FOR_PAGES
     page_ids: tuple[PageId, ...] = ()
+    num_cached_tokens: int = 0
     num_computed: int = 0
     num_offered: int = 0
     first_token: SampledToken | None = None
@@ -65,6 +69,10 @@ class PrefillSequence:
     @property
     def is_local(self) -> bool:
         return self.handoff is None
+
+    def start_behind(self, num_cached_tokens: int) -> None:
+        """So many tokens need not be computed. They count as computed."""
+        self.num_cached_tokens = self.num_computed = num_cached_tokens
 
     @property
     def num_remaining(self) -> int:

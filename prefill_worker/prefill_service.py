@@ -152,11 +152,27 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             return WorkerLost(f"The hand-off of {ticket.key} attempt {ticket.attempt} was given up.")
         error = running.exception()
         if error is None:
-            self.counters.num_acknowledged += 1
-            self.counters.transfer_s.observe(handoff.transfer_s)
+            self._note_acknowledged(handoff, ticket)
             return None
         self.counters.num_not_acknowledged += 1
         if isinstance(error, TwinpoolError):
             return error
         _log.error("The hand-off of %s attempt %d broke.", ticket.key, ticket.attempt, exc_info=error)
         return WorkerLost(f"The hand-off of {ticket.key} attempt {ticket.attempt} broke: {error!r}.")
+
+    def _note_acknowledged(self, handoff: OutgoingHandoff, ticket: TransferTicket) -> None:
+        assert handoff.exposed_s is not None
+        assert handoff.hidden_fraction is not None
+        self.counters.num_acknowledged += 1
+        self.counters.transfer_s.observe(handoff.transfer_s)
+        self.counters.exposed_s.observe(handoff.exposed_s)
+        _log.debug(
+            "The hand-off of %s attempt %d sent %d bytes in %.1f ms, %.0f %% of them hidden; from the last chunk to the "
+            "acknowledged commit it took %.1f ms.",
+            ticket.key,
+            ticket.attempt,
+            handoff.num_bytes_sent,
+            1e3 * handoff.transfer_s,
+            100 * handoff.hidden_fraction,
+            1e3 * handoff.exposed_s,
+        )

@@ -45,11 +45,13 @@ class AnswerToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One token and the text that can be given out with it: often empty, while characters or stop strings are open."""
+    """One token and the text that can be given out with it: often empty, while characters or stop strings are open.
+    ``num_cached_tokens``: of the prompt, told with the first token."""
 
     text: str
     token: AnswerToken
     finish_reason: FinishReason | None
+    num_cached_tokens: int = 0
 
 
 class Answer:
@@ -127,15 +129,16 @@ class Answer:
         token = AnswerToken(token_id=event.token_id, text_offset=self._num_chars, logprobs=event.logprobs)
         text = self._text_of(event)
         self._num_chars += len(text)
+        finish_reason = event.finish_reason
         if self._num_completion_tokens <= self._min_tokens:
             shown = text
         else:
             shown = self._stops.push(text)
             if self._stops.is_matched:
-                return Piece(text=shown, token=token, finish_reason=FinishReason.STOP)
-        if event.finish_reason is not None:
+                finish_reason = FinishReason.STOP
+        if event.finish_reason is not None and not self._stops.is_matched:
             shown += self._stops.finish()
-        return Piece(text=shown, token=token, finish_reason=event.finish_reason)
+        return Piece(text=shown, token=token, finish_reason=finish_reason, num_cached_tokens=event.num_cached_tokens)
 
     def _text_of(self, event: TokenEvent) -> str:
         match event.finish_reason:

@@ -26,15 +26,25 @@ _log = logging.getLogger(__name__)
 
 
 class CompletionResponse(Response):
-    """A response that makes its answer while it is sent. ``num_prompt_tokens``: of all prompts together."""
+    """A response that makes its answer while it is sent. ``num_prompt_tokens``: of all prompts together. Each prompt has
+    ``num_choices`` of the choices, in order."""
 
     def __init__(
-        self, *, choices: Choices, reply: Reply, num_prompt_tokens: int, is_stream: bool, includes_usage: bool
+        self,
+        *,
+        choices: Choices,
+        reply: Reply,
+        num_prompt_tokens: int,
+        num_choices: int = 1,
+        is_stream: bool,
+        includes_usage: bool,
     ) -> None:
         self._choices = choices
         self._reply = reply
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_choices = num_choices
         self._num_completion_tokens = 0
+        self._num_cached_tokens = 0
         self._is_stream = is_stream
         self._includes_usage = includes_usage
         self.background = None  # what a framework looks at in any response
@@ -86,12 +96,19 @@ class CompletionResponse(Response):
 
     async def _next_part(self) -> ChoicePart | None:
         part = await self._choices.next_part()
-        self._num_completion_tokens += part is not None
+        if part is not None:
+            self._num_completion_tokens += 1
+            if part.index % self._num_choices == 0:
+                self._num_cached_tokens += part.piece.num_cached_tokens
         return part
 
     @property
     def _usage(self) -> Usage:
-        return Usage(num_prompt_tokens=self._num_prompt_tokens, num_completion_tokens=self._num_completion_tokens)
+        return Usage(
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_completion_tokens=self._num_completion_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+        )
 
     def _start_message(self, headers: Mapping[str, str]) -> Message:
         all_headers = {

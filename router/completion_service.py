@@ -154,12 +154,14 @@ class CompletionService:
             prompt_id = RequestId(request_id if len(prompts) == 1 else f"{request_id}-{number}")
             for choice_index in range(num_choices):
                 key = SequenceKey(prompt_id, choice_index)
-                request = GenerateRequest(key=key, prompt_token_ids=token_ids, sampling=sampling)
+                salt = (options.cache_salt or "").encode()
+                request = GenerateRequest(key=key, prompt_token_ids=token_ids, sampling=sampling, cache_salt=salt)
                 starts.append(self._start(request, options, stops, prompt_param, arrived_at))
         return CompletionResponse(
             choices=Choices(starts),
             reply=reply,
             num_prompt_tokens=sum(map(len, prompts)),
+            num_choices=num_choices,
             is_stream=bool(options.stream),
             includes_usage=includes_usage,
         )

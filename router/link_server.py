@@ -133,18 +133,18 @@ class LinkServer(router_link_pb2_grpc.RouterLinkServicer):
                 )
 
     def _check_layout(self, hello: WorkerHello) -> None:
-        """Pages can be copied byte for byte between equal layouts only; no plan covers another pair yet."""
+        """A hand-off may lead from any prefill worker to any decode worker."""
         for other in self._directory.connected():
             if other.hello.worker_id == hello.worker_id or not _can_pair(hello, other.hello):
                 continue
-            if other.hello.layout != hello.layout:
-                differences = hello.layout.differences(
-                    other.hello.layout, own_place=f"at {hello.worker_id}", other_place=f"at {other.hello.worker_id}"
-                )
+            obstacle = hello.layout.obstacle_to(
+                other.hello.layout, own_place=f"at {hello.worker_id}", other_place=f"at {other.hello.worker_id}"
+            )
+            if obstacle:
                 raise Refused(
                     RefusalCode.LAYOUT_MISMATCH,
                     f"Worker {hello.worker_id} has KV pages of layout {hello.layout.layout_print}, and nothing converts them "
-                    f"for {other.hello.worker_id}, whose layout is {other.hello.layout.layout_print}: {differences}.",
+                    f"for {other.hello.worker_id}, whose layout is {other.hello.layout.layout_print}: {obstacle}.",
                 )
 
 

@@ -21,6 +21,7 @@ from serving_core.sampling_params import MAX_LOGIT_BIASES
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_CACHE_SALT_CHARS = 256
 MAX_NUMBER_DIGITS = 40
 """Of a whole number: the messages of those who check its range repeat it in full."""
 MAX_CHOICES = 128
@@ -164,6 +165,7 @@ class SamplingOptions(RequestBody):
     ignore_eos: Flag | None = None
     stop: StopStrings = None
     stop_token_ids: Annotated[tuple[WholeNumber, ...], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
 
     @property
     def token_limit(self) -> tuple[str, int | None]:

@@ -85,7 +85,7 @@ class PairGenerator:
         self.check_fits(num_prompt_tokens=request.num_prompt_tokens, max_tokens=request.sampling.max_tokens)
         life = RequestLife(
             request,
-            workers=self._directory.connected,
+            workers=self._directory.serving,
             line=self._line,
             tasks=self._tasks,
             decisions=self._decisions,

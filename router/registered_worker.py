@@ -27,7 +27,8 @@ class RegisteredWorker:
     """One connection of one incarnation. When it ends it is never used again: the same process coming back is a new one.
 
     ``on_silence`` is called once when it has told no status for ``max_silence_s``: a process whose engine is stuck answers
-    pings, and would be waited for without end.
+    pings, and would be waited for without end. ``is_warm``: its caches hold what requests are to find there (see ``warm_up``);
+    until then it gets none.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RegisteredWorker:
         registered_at: float,
         on_change: Callable[[], None],
         on_silence: Callable[[RegisteredWorker], None],
+        is_warm: bool = True,
         max_hold_s: float = MAX_HOLD_S,
         max_silence_s: float = MAX_SILENCE_S,
     ) -> None:
@@ -46,6 +48,7 @@ class RegisteredWorker:
         self.registered_at = registered_at
         self.status: WorkerStatus | None = None
         self.lost_at: float | None = None
+        self.is_warm = is_warm
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the connection has ended."""
         self._max_hold_s = max_hold_s
@@ -145,6 +148,11 @@ class RegisteredWorker:
         self._num_booked_pages = 0
         for leg in legs:
             leg.listener.on_worker_lost(leg)
+        self.tell_changed()
+
+    def become_warm(self) -> None:
+        """It takes requests from now on."""
+        self.is_warm = True
         self.tell_changed()
 
     def tell_changed(self) -> None:

@@ -14,16 +14,19 @@ Json = Mapping[str, object]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Tokens of one request: each prompt once, and every sampled token of every choice, the end token and the one that
-    completed a stop string too."""
+    completed a stop string too. ``num_cached_tokens`` of the prompts were not computed, since their keys and values were there
+    before; of several answers to a prompt the first one's count."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_cached_tokens: int
 
     def as_json(self) -> Json:
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
 

@@ -97,7 +97,11 @@ async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> byt
 
 def parse_body(content: bytes, schema: type[_Body]) -> _Body:
     """Check ``content`` against ``schema``. Raises ``InvalidRequest``; of several mistakes the first is told."""
-    fields = _parse_object(content)
+    return check_fields(_parse_object(content), schema)
+
+
+def check_fields(fields: Mapping[str, Any], schema: type[_Body]) -> _Body:
+    """The same for what was parsed already."""
     for name, neutral in schema.neutral_values.items():
         value = fields.get(name)
         if value is not None and not any(type(value) is type(right) and value == right for right in neutral):

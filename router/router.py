@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc.aio
 from fastapi import FastAPI
@@ -24,12 +24,14 @@ from router.pair_generator import PairGenerator
 from router.registered_worker import MAX_SILENCE_S
 from router.tokenizer import Tokenizer
 from router.waiting_line import WaitingLine
+from router.warm_up import WarmUp
 from router.worker_client import WorkerClient
 from router.worker_directory import WorkerDirectory, WorkerState
 from serving_core.clock import Clock, MonotonicClock
 from serving_core.errors import ConfigError
 from serving_core.ids import RouterId, WorkerId
 from serving_core.rpc.channel import make_server
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.rpc.v1.router_link_pb2_grpc import add_RouterLinkServicer_to_server
 from serving_core.worker_status import Role, WorkerHello
 
@@ -45,7 +47,9 @@ class Router:
     ``model_print`` is what workers must hold; without one, the first worker to register decides. ``max_model_len`` is the
     window that workers are started with, used until they have told theirs. ``lease_s`` is the workers' lease;
     ``worker_wait_s`` is how long a request waits for a missing worker; ``max_waiting`` bounds the line. A worker that tells no
-    status for ``max_silence_s``, which must be well above its longest step, counts as lost.
+    status for ``max_silence_s``, which must be well above its longest step, counts as lost. Router and workers talk to one
+    another, and to nobody else, by ``cluster_token``. ``warm_prompts`` are token ids that a worker is to have in its prefix
+    cache before it takes requests.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class Router:
         worker_wait_s: float = 30.0,
         max_waiting: int = 256,
         max_silence_s: float = MAX_SILENCE_S,
+        warm_prompts: Sequence[tuple[int, ...]] = (),
         api_key: str | None = None,
         admin_key: str | None = None,
+        cluster_token: ClusterToken = OPEN,
         clock: Clock | None = None,
         router_id: RouterId | None = None,
         draw_jitter: Callable[[], float] = random.random,
@@ -70,11 +76,13 @@ class Router:
         self.router_id = router_id or RouterId(uuid.uuid4().hex)
         self._tasks = BackgroundTasks()
         self._max_silence_s = max_silence_s
+        self._token = cluster_token
         self._directory = WorkerDirectory(
             clock=clock,
             dead_after_s=LEASES_UNTIL_DEAD * lease_s,
             connect=self._connect,
             tasks=self._tasks,
+            come_cold=bool(warm_prompts),
             max_silence_s=max_silence_s,
         )
         line = WaitingLine(
@@ -84,6 +92,14 @@ class Router:
             max_waiting=max_waiting,
         )
         self._metrics = RouterMetrics(model_name=model_name, workers=self._worker_metrics, num_waiting=lambda: len(line))
+        self._warm_up = WarmUp(
+            warm_prompts,
+            directory=self._directory,
+            tasks=self._tasks,
+            decisions=self._metrics,
+            draw_jitter=draw_jitter,
+            clock=clock,
+        )
         self._generator = PairGenerator(
             directory=self._directory,
             line=line,
@@ -118,7 +134,7 @@ class Router:
     async def start_link(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Serve the link that workers dial. Returns its HOST:PORT; raises ``ConfigError`` when that cannot be bound."""
         assert self._server is None, "the link is started once"
-        self._server = make_server()
+        self._server = make_server(token=self._token)
         add_RouterLinkServicer_to_server(self._link, self._server)
         try:
             bound_port = self._server.add_insecure_port(f"{host}:{port}")
@@ -149,6 +165,7 @@ class Router:
     def begin_drain(self) -> None:
         """Answer new requests with 503 from now on; those under way run to their end."""
         self._generator.begin_drain()
+        self._warm_up.close()
 
     async def wait_idle(self) -> None:
         """Return when no request is under way and every release is answered or given up. The caller bounds the time."""
@@ -156,6 +173,7 @@ class Router:
 
     async def stop(self) -> None:
         """End what is left: requests, releases (bounded by their deadline), links, channels. Idempotent."""
+        self._warm_up.close()
         await self._generator.close()
         self._directory.close()  # ends the links, which the server then only has to wait for
         if self._server is not None:
@@ -167,7 +185,7 @@ class Router:
         return [*missing, "a router that takes new requests: this one is draining"] if self._generator.is_draining else missing
 
     def _connect(self, hello: WorkerHello) -> WorkerClient:
-        return WorkerClient(hello, router_id=self.router_id, start_timeout_s=self._max_silence_s)
+        return WorkerClient(hello, router_id=self.router_id, token=self._token, start_timeout_s=self._max_silence_s)
 
     def _worker_metrics(self) -> list[WorkerMetrics]:
         return [

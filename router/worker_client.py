@@ -14,6 +14,7 @@ from serving_core.generate_request import GenerateRequest
 from serving_core.ids import RouterId, SequenceKey, WorkerId
 from serving_core.page_state import PagesSnapshot
 from serving_core.rpc.channel import open_channel
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.rpc.convert import key_to_pb, pages_from_pb, refusal_from_pb, request_to_pb, ticket_from_pb, ticket_to_pb
 from serving_core.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from serving_core.transfer_ticket import TransferTicket
@@ -34,12 +35,14 @@ class WorkerClient:
         hello: WorkerHello,
         *,
         router_id: RouterId,
+        token: ClusterToken = OPEN,
         reserve_timeout_s: float = 5.0,
         start_timeout_s: float = MAX_SILENCE_S,
         release_timeout_s: float = 2.0,
     ) -> None:
         self._worker_id: WorkerId = hello.worker_id
         self._router_id = router_id
+        self._metadata = token.metadata
         self._reserve_timeout_s = reserve_timeout_s
         self._start_timeout_s = start_timeout_s
         self._release_timeout_s = release_timeout_s
@@ -54,7 +57,7 @@ class WorkerClient:
             router_id=self._router_id, request=request_to_pb(request), attempt=attempt, num_evictions=num_evictions
         )
         try:
-            reply = await self._answer(self._decode.Reserve(message, timeout=self._reserve_timeout_s))
+            reply = await self._answer(self._decode.Reserve(message, timeout=self._reserve_timeout_s, metadata=self._metadata))
         except TimeoutError:  # its turn did not come; what it may have granted meanwhile is the caller's to release
             raise Refused(
                 RefusalCode.RESOURCE_EXHAUSTED, f"{self._worker_id} granted no pages within {self._reserve_timeout_s:g} s"
@@ -68,7 +71,7 @@ class WorkerClient:
             router_id=self._router_id, request=request_to_pb(request), ticket=ticket_to_pb(ticket)
         )
         try:
-            reply = await self._answer(self._prefill.Start(message, timeout=self._start_timeout_s))
+            reply = await self._answer(self._prefill.Start(message, timeout=self._start_timeout_s, metadata=self._metadata))
         except TimeoutError:
             raise WorkerLost(f"{self._worker_id} did not take the prompt within {self._start_timeout_s:g} s") from None
         if reply.HasField("refusal"):
@@ -79,17 +82,17 @@ class WorkerClient:
         try:
             if phase is PhaseName.DECODE:
                 from_decode = decode_pb2.DecodeReleaseRequest(key=key_to_pb(key), attempt=attempt)
-                await self._answer(self._decode.Release(from_decode, timeout=timeout_s))
+                await self._answer(self._decode.Release(from_decode, timeout=timeout_s, metadata=self._metadata))
             else:
                 from_prefill = prefill_pb2.PrefillReleaseRequest(key=key_to_pb(key), attempt=attempt)
-                await self._answer(self._prefill.Release(from_prefill, timeout=timeout_s))
+                await self._answer(self._prefill.Release(from_prefill, timeout=timeout_s, metadata=self._metadata))
         except TimeoutError:
             raise WorkerLost(f"{self._worker_id} did not answer a release within {timeout_s:g} s") from None
 
     async def pages(self, *, is_summary: bool, timeout_s: float) -> PagesSnapshot:
         message = worker_pb2.GetPagesRequest(is_summary=is_summary)
         try:
-            return pages_from_pb(await self._answer(self._worker.GetPages(message, timeout=timeout_s)))
+            return pages_from_pb(await self._answer(self._worker.GetPages(message, timeout=timeout_s, metadata=self._metadata)))
         except TimeoutError:
             raise WorkerLost(f"{self._worker_id} did not show its pages within {timeout_s:g} s") from None
 

@@ -1,8 +1,8 @@
 """Which workers exist, and in which state. Owns registered workers and their connections; decides nothing about sequences.
 
-Life of a worker id: expected (starting) -> registered (suspect) -> first status (ready) -> draining -> stream gone, or no
-status for too long (suspect) -> away too long (dead). One that is away is starting again once its process is known to be
-replaced. From every state a new incarnation leads back to registered.
+Life of a worker id: expected (starting) -> registered (suspect) -> first status (ready, or starting until it is warm) ->
+draining -> stream gone, or no status for too long (suspect) -> away too long (dead). One that is away is starting again once
+its process is known to be replaced. From every state a new incarnation leads back to registered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkerState(enum.Enum):
     """The words of ``/admin/workers``."""
 
     STARTING = "starting"
-    """A process is being started for it, and has not registered."""
+    """A process is being started for it, and has not registered, or does not have its warm prompts yet."""
     READY = "ready"
     """Takes new work."""
     DRAINING = "draining"
@@ -53,7 +53,8 @@ class WorkerEntry:
 
 
 class WorkerDirectory:
-    """All workers this router knows. Runs on the router's loop; nothing here blocks."""
+    """All workers this router knows. Runs on the router's loop; nothing here blocks. Where processes ``come_cold``, they take
+    requests once somebody has warmed them."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class WorkerDirectory:
         dead_after_s: float,
         connect: Callable[[WorkerHello], WorkerCalls],
         tasks: BackgroundTasks,
+        come_cold: bool = False,
         max_hold_s: float = MAX_HOLD_S,
         max_silence_s: float = MAX_SILENCE_S,
     ) -> None:
@@ -71,6 +73,7 @@ class WorkerDirectory:
         self._max_silence_s = max_silence_s
         self._connect = connect
         self._tasks = tasks
+        self._come_cold = come_cold
         self._entries: dict[WorkerId, WorkerEntry] = {}
         self._subscribers: list[Callable[[], None]] = []
 
@@ -110,12 +113,16 @@ class WorkerDirectory:
                 f"Incarnation {hello.incarnation} of {hello.worker_id} has been replaced by a newer one and cannot return.",
             )
         before = entry.worker
+        is_warm = not self._come_cold
+        if before is not None and before.hello.incarnation == hello.incarnation:
+            is_warm = before.is_warm  # the same process still has what it had
         entry.worker = RegisteredWorker(
             hello,
             calls=self._connect(hello),
             registered_at=self._clock.now(),
             on_change=self._tell_changed,
             on_silence=self._lose_silent,
+            is_warm=is_warm,
             max_hold_s=self._max_hold_s,
             max_silence_s=self._max_silence_s,
         )
@@ -144,6 +151,10 @@ class WorkerDirectory:
         """Workers whose stream stands, draining ones included."""
         return [worker for worker in self.registered() if worker.lost_at is None]
 
+    def serving(self) -> list[RegisteredWorker]:
+        """Those of them that requests may be placed on."""
+        return [worker for worker in self.connected() if worker.is_warm]
+
     def state_of(self, entry: WorkerEntry) -> WorkerState:
         """The state at this moment."""
         worker = entry.worker
@@ -156,11 +167,13 @@ class WorkerDirectory:
             return WorkerState.DEAD if is_silent_too_long else WorkerState.SUSPECT
         if worker.status is None:
             return WorkerState.SUSPECT
-        return WorkerState.READY if worker.is_ready else WorkerState.DRAINING
+        if not worker.is_ready:
+            return WorkerState.DRAINING
+        return WorkerState.READY if worker.is_warm else WorkerState.STARTING
 
     def missing_phases(self) -> list[str]:
         """The phases that no ready worker has mounted; empty when requests can be served."""
-        mounted = {phase for worker in self.registered() if worker.is_ready for phase in worker.hello.phases}
+        mounted = {phase for worker in self.serving() if worker.is_ready for phase in worker.hello.phases}
         return [phase.value for phase in PhaseName if phase not in mounted]
 
     async def wait_until(self, is_reached: Callable[[], bool]) -> None:

@@ -43,8 +43,9 @@ class EngineConfig:
     ``--block-size``, in tokens, or None for what suits the worker's attention. ``max_model_len`` bounds prompt and answer
     together, or is None for the model's own window. ``max_num_batched_tokens`` bounds the tokens of one prefill step,
     ``max_num_seqs`` the sequences of one step of either phase. ``eager_phases`` are computed by torch's own operators, one by
-    one. ``num_threads`` is for the engine thread's kernels; ``cpu_cores`` pins that thread, empty for no pinning;
-    ``niceness`` is added to it (0 to 19).
+    one. ``has_prefix_cache``: pages are kept for prompts that begin as one before them. ``has_async_scheduling``: decode steps
+    on GPUs begin before the one before is over. ``num_threads`` is for the engine
+    thread's kernels; ``cpu_cores`` pins that thread, empty for no pinning; ``niceness`` is added to it (0 to 19).
     """
 
     dtype: KVDType
@@ -58,6 +59,8 @@ class EngineConfig:
     decode_quantization: Quantization = DEFAULT_QUANTIZATIONS[PhaseName.DECODE]
     kv_cache_dtype: KVDType | None = None
     eager_phases: frozenset[PhaseName] = frozenset()
+    has_prefix_cache: bool = True
+    has_async_scheduling: bool = True
     cpu_cores: tuple[int, ...] = ()
     niceness: int = 0
     lease_s: float = 6.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from serving_core.errors import BrokenContract
 
@@ -17,6 +17,8 @@ class KVDType(enum.Enum):
     FLOAT16 = "float16"
     INT8 = "int8"
     """Symmetric: a number is its integer, -127 to 127, times the scale of its token, head and side (key or value)."""
+    FP8 = "fp8"
+    """A number is one of E4M3 (without infinities, up to 448) times such a scale."""
 
     @property
     def num_bytes(self) -> int:
@@ -25,13 +27,13 @@ class KVDType(enum.Enum):
                 return 4
             case KVDType.BFLOAT16 | KVDType.FLOAT16:
                 return 2
-            case KVDType.INT8:
+            case KVDType.INT8 | KVDType.FP8:
                 return 1
 
     @property
     def has_scales(self) -> bool:
         """Whether the cache holds scales beside the numbers."""
-        return self is KVDType.INT8
+        return self in (KVDType.INT8, KVDType.FP8)
 
 
 WEIGHT_DTYPES = (KVDType.FLOAT32, KVDType.BFLOAT16, KVDType.FLOAT16)
@@ -69,15 +71,16 @@ class KVPageLayout:
     @property
     def number_bytes(self) -> int:
         """Those of the page's numbers, with which it begins."""
-        return self._num_rows * self.head_dim * self.dtype.num_bytes
+        return self.num_rows * self.head_dim * self.dtype.num_bytes
 
     @property
     def scale_bytes(self) -> int:
         """Those of the page's scales, with which it ends; 0 without."""
-        return self._num_rows * _SCALE_BYTES if self.dtype.has_scales else 0
+        return self.num_rows * _SCALE_BYTES if self.dtype.has_scales else 0
 
     @property
-    def _num_rows(self) -> int:
+    def num_rows(self) -> int:
+        """Of ``head_dim`` numbers: heads in all slots, layers and sides."""
         return self.num_layers * 2 * self.page_size * self.num_kv_heads
 
     def num_pages_for(self, num_tokens: int) -> int:
@@ -90,12 +93,17 @@ class KVPageLayout:
         text = f"v1/{self.num_layers}/{self.num_kv_heads}/{self.head_dim}/{self.page_size}/{self.dtype.value}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def differences(self, other: KVPageLayout, *, own_place: str, other_place: str) -> str:
-        """What differs, for a sentence: "dtype is bfloat16 at the sender and int8 at the receiver". Empty for equal layouts."""
+    def with_num_kv_heads(self, num_kv_heads: int) -> KVPageLayout:
+        """The same for a part of the heads."""
+        return replace(self, num_kv_heads=num_kv_heads)
+
+    def obstacle_to(self, other: KVPageLayout, *, own_place: str, other_place: str) -> str:
+        """Why pages of either layout cannot fill pages of the other, for a sentence: "dtype is bfloat16 at the sender and int8
+        at the receiver". Empty where a transfer plan covers the pair: only the page size may differ."""
         return ", ".join(
             f"{field.name} is {as_word(ours)} {own_place} and {as_word(theirs)} {other_place}"
             for field in fields(self)
-            if (ours := getattr(self, field.name)) != (theirs := getattr(other, field.name))
+            if field.name != "page_size" and (ours := getattr(self, field.name)) != (theirs := getattr(other, field.name))
         )
 
 

@@ -20,16 +20,20 @@ KV_CACHE_USAGE_PERC = PREFIX + "kv_cache_usage_perc"
 NUM_PREEMPTIONS_TOTAL = PREFIX + "num_preemptions_total"
 PROMPT_TOKENS_TOTAL = PREFIX + "prompt_tokens_total"
 GENERATION_TOKENS_TOTAL = PREFIX + "generation_tokens_total"
+PREFIX_CACHE_QUERIES_TOTAL = PREFIX + "prefix_cache_queries_total"
+PREFIX_CACHE_HITS_TOTAL = PREFIX + "prefix_cache_hits_total"
 PAGES = PREFIX + "pages"
 KV_TRANSFER_BYTES_TOTAL = PREFIX + "kv_transfer_bytes_total"
+KV_TRANSFER_STREAMS_TOTAL = PREFIX + "kv_transfer_streams_total"
 KV_TRANSFER_SECONDS = PREFIX + "kv_transfer_seconds"
+KV_TRANSFER_EXPOSED_SECONDS = PREFIX + "kv_transfer_exposed_seconds"
 LEASE_EXPIRED_TOTAL = PREFIX + "lease_expired_total"
 KV_WRITES_REFUSED_TOTAL = PREFIX + "kv_writes_refused_total"
 REFUSALS_TOTAL = PREFIX + "refusals_total"
 HANDOFFS_TOTAL = PREFIX + "handoffs_total"
 
 KV_TRANSFER_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds in seconds, without the last one (``+Inf``)."""
+"""Upper bounds of both histograms in seconds, without the last one (``+Inf``)."""
 
 WRITE_REFUSAL_CODES = (
     RefusalCode.STALE_ATTEMPT,
@@ -39,6 +43,9 @@ WRITE_REFUSAL_CODES = (
     RefusalCode.MALFORMED,
 )
 """What a page write can be refused for. As a label: the name in lower case."""
+
+TRANSPORTS = ("grpc", "shared_memory", "torch_distributed")
+"""The ways of pages to another worker."""
 
 ACKNOWLEDGED, NOT_ACKNOWLEDGED = "acknowledged", "not_acknowledged"
 """How a hand-off to another worker can end: the decode worker took the sequence, or it did not."""
@@ -58,10 +65,20 @@ class WorkerMetric:
 WORKER_METRICS = (
     WorkerMetric(name=NUM_REQUESTS_RUNNING, kind="gauge", documentation="Sequences being computed."),
     WorkerMetric(name=NUM_REQUESTS_WAITING, kind="gauge", documentation="Sequences waiting for their first step."),
-    WorkerMetric(name=KV_CACHE_USAGE_PERC, kind="gauge", documentation="Share of KV pages that are not free, 0 to 1."),
+    WorkerMetric(
+        name=KV_CACHE_USAGE_PERC, kind="gauge", documentation="Share of KV pages that are neither free nor cached, 0 to 1."
+    ),
     WorkerMetric(name=NUM_PREEMPTIONS_TOTAL, kind="counter", documentation="Sequences that had to give their pages up."),
     WorkerMetric(name=PROMPT_TOKENS_TOTAL, kind="counter", documentation="Prompt tokens computed."),
     WorkerMetric(name=GENERATION_TOKENS_TOTAL, kind="counter", documentation="Tokens generated."),
+    WorkerMetric(
+        name=PREFIX_CACHE_QUERIES_TOTAL, kind="counter", documentation="Prompt tokens looked for in the prefix cache."
+    ),
+    WorkerMetric(
+        name=PREFIX_CACHE_HITS_TOTAL,
+        kind="counter",
+        documentation="Prompt tokens found there: not computed by prefill, not sent to decode.",
+    ),
     WorkerMetric(
         name=PAGES,
         kind="gauge",
@@ -73,9 +90,21 @@ WORKER_METRICS = (
         name=KV_TRANSFER_BYTES_TOTAL, kind="counter", documentation="KV page bytes sent, those sent again too, or received."
     ),
     WorkerMetric(
+        name=KV_TRANSFER_STREAMS_TOTAL,
+        kind="counter",
+        documentation="Page streams opened to other workers, by the transport that was taken.",
+        label="transport",
+        label_values=TRANSPORTS,
+    ),
+    WorkerMetric(
         name=KV_TRANSFER_SECONDS,
         kind="histogram",
-        documentation="Seconds in which page bytes of an acknowledged hand-off were under way, computing not counted.",
+        documentation="Seconds in which pages or commit of an acknowledged hand-off were under way, computing not counted.",
+    ),
+    WorkerMetric(
+        name=KV_TRANSFER_EXPOSED_SECONDS,
+        kind="histogram",
+        documentation="Seconds from a prompt's last chunk to its acknowledged hand-off: what computing did not hide.",
     ),
     WorkerMetric(name=LEASE_EXPIRED_TOTAL, kind="counter", documentation="Sequences released because no router named them."),
     WorkerMetric(

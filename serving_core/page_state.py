@@ -1,7 +1,7 @@
 """Who owns a page: the states of the page pool and the snapshot a worker publishes of it.
 
-free -> used (one or more owners, counted) -> cached (prefix index, evictable) -> free
-prefill also:  used -> sending -> free
+free -> used (one or more owners, counted) -> cached (prefix index, evictable) -> free, or -> used again
+prefill also:  used -> sending -> free or cached; a page with several owners is sending while any of them sends it
 decode also:   free -> reserved -> filling -> used, and free -> used where a sequence grows
 both:          filling -> quarantined -> free   where a posted receive was aborted
 The counts of all states always sum to the number of pages in the pool.
@@ -37,7 +37,8 @@ class PageOwner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRecord:
-    """One page that is not free, as seen at the moment of a snapshot. ``age_s``: seconds since its state last changed."""
+    """One page that is not free, as seen at the moment of a snapshot. ``age_s``: seconds since its state last changed. A cached
+    page has no owner."""
 
     page_id: PageId
     generation: int

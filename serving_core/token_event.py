@@ -33,7 +33,8 @@ class TokenEvent:
     Invariants per (key, attempt): indexes are consecutive from 0, or from the last one of the log that the attempt began with;
     exactly one event, the last, carries a finish reason, and it is beyond the log.
     An end token is reported as a token like any other, with ``finish_reason`` STOP; the router keeps it out of the text.
-    Index 0 may arrive twice, from prefill (the early copy) and from decode: same token, dropped by index.
+    Index 0 may arrive twice, from prefill (the early copy) and from decode: same token, dropped by index. It alone tells
+    ``num_cached_tokens``: those of the prompt that were not computed, since their keys and values were there.
     """
 
     key: SequenceKey
@@ -42,6 +43,7 @@ class TokenEvent:
     token_id: int
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
 
 
 class FailureKind(enum.Enum):

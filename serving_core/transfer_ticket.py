@@ -66,6 +66,7 @@ class HandoffCommit:
     """The prefill worker's claim that every page of one attempt was sent, with the token it sampled at output index 0.
 
     Idempotent by (reservation, attempt): the same commit gets the same answer, another token is refused and counted.
+    ``num_cached_tokens`` of the prompt were not computed by the prefill worker, which had their keys and values.
     Invariants: ``attempt >= 1``; ``reservation_id`` is 32 hexadecimal digits.
     """
 
@@ -75,6 +76,7 @@ class HandoffCommit:
     token_id: int
     logprobs: TokenLogprobs | None
     num_bytes_sent: int
+    num_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check_claim(self.reservation_id, self.attempt)

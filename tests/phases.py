@@ -6,17 +6,19 @@ from __future__ import annotations
 import struct
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decode_worker.decode_phase import DecodePhase
 from kv_transfer.page_transport import Segment
 from llm_engine.page_pool import PagePool
-from llm_engine.phase import Phase
+from llm_engine.phase import Phase, finished
 from llm_engine.step_plan import SampledToken, StepPlan, StepResult
 from llm_engine.token_rules import TokenRules
 from prefill_worker.handoff import LocalDecode
 from prefill_worker.prefill_phase import PrefillPhase
+from serving_core.byte_stride import ByteStride
 from serving_core.clock import Clock, ManualClock
 from serving_core.errors import Refused, TwinpoolError
 from serving_core.generate_request import GenerateRequest
@@ -25,6 +27,7 @@ from serving_core.kv_page_layout import KVDType, KVPageLayout
 from serving_core.sampling_params import SamplingParams
 from serving_core.token_event import SequenceEvent, SequenceEvicted, SequenceFailed, TokenEvent, TokenLogprobs
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
+from serving_core.worker_status import PhaseName
 
 LAYOUT = KVPageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=4, dtype=KVDType.FLOAT32)
 NUM_TOKENS = 997
@@ -60,39 +63,48 @@ def make_request(
     ignore_eos: bool = False,
     stop_token_ids: tuple[int, ...] = (),
     output_token_ids: tuple[int, ...] = (),
+    prompt_token_ids: tuple[int, ...] | None = None,
+    cache_salt: bytes = b"",
+    repetition_penalty: float = 1.0,
 ) -> GenerateRequest:
+    """Of a prompt of its own unless ``prompt_token_ids`` is given."""
+    own_prompt = make_prompt(num_prompt_tokens, first=zlib.crc32(name.encode()) % NUM_TOKENS)
     return GenerateRequest(
         key=SequenceKey(RequestId(name)),
-        prompt_token_ids=make_prompt(num_prompt_tokens, first=zlib.crc32(name.encode()) % NUM_TOKENS),
+        prompt_token_ids=own_prompt if prompt_token_ids is None else prompt_token_ids,
         sampling=SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0,
             min_tokens=min_tokens,
             ignore_eos=ignore_eos,
             stop_token_ids=stop_token_ids,
+            repetition_penalty=repetition_penalty,
         ),
         output_token_ids=output_token_ids,
+        cache_salt=cache_salt,
     )
 
 
 class FakeCache:
-    """Page memory of ``LAYOUT``: a page holds page_size keys, then as many values, four bytes each."""
+    """Page memory of ``layout``, ``LAYOUT`` with pages of any size: page_size keys, then as many values, four bytes each."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.pages = [bytearray(LAYOUT.page_bytes) for _ in range(num_pages)]
+    def __init__(self, num_pages: int, layout: KVPageLayout = LAYOUT) -> None:
+        self._page_size = layout.page_size
+        self.pages = [bytearray(layout.page_bytes) for _ in range(num_pages)]
 
     def page_memory(self, page_id: PageId) -> memoryview:
         return memoryview(self.pages[page_id]).toreadonly()
 
-    def write(self, page_id: PageId, offset: int, payload: memoryview) -> None:
+    def write(self, page_id: PageId, offset: int, payload: memoryview, stride: ByteStride | None) -> None:
+        assert stride is None
         self.pages[page_id][offset : offset + payload.nbytes] = payload
 
     def put_key(self, page_ids: Sequence[PageId], position: int, key: int) -> None:
-        page, slot = divmod(position, LAYOUT.page_size)
+        page, slot = divmod(position, self._page_size)
         struct.pack_into("<i", self.pages[page_ids[page]], 4 * slot, key)
 
     def keys(self, page_ids: Sequence[PageId], num_tokens: int) -> list[int]:
-        slots = (divmod(position, LAYOUT.page_size) for position in range(num_tokens))
+        slots = (divmod(position, self._page_size) for position in range(num_tokens))
         return [struct.unpack_from("<i", self.pages[page_ids[page]], 4 * slot)[0] for page, slot in slots]
 
 
@@ -119,6 +131,45 @@ class FakeRunner:
             tokens.append(SampledToken(token_id=next_token(token_ids), logprobs=TokenLogprobs(logprob=-0.5)))
         failures = tuple("The fake row failed." if row.key in self.failing else None for row in plan.rows)
         return StepResult(tokens=tuple(tokens), failures=failures if any(failures) else ())
+
+
+class FakeAheadRunner:
+    """A device that computes decode steps one after another, each as late as it may: when it is waited for, or something begins
+    that is not waited for. Until then memory must be as the step needs it."""
+
+    def __init__(self, inner: FakeRunner) -> None:
+        self._inner = inner
+        self._begun: deque[FakeStepUnderWay] = deque()
+        self._newest: dict[SequenceKey, int] = {}  # what the step before sampled
+
+    def run(self, plan: StepPlan) -> StepResult | FakeStepUnderWay:
+        if plan.phase is not PhaseName.DECODE:
+            while self._begun:
+                self._compute_next()
+            return self._inner.run(plan)
+        step = FakeStepUnderWay(plan, self._compute_next)
+        self._begun.append(step)
+        return step
+
+    def _compute_next(self) -> None:
+        step = self._begun.popleft()
+        rows = [replace(row, token_ids=(self._newest[row.key],)) if row.is_ahead else row for row in step.plan.rows]
+        step.result = self._inner.run(replace(step.plan, rows=tuple(rows)))
+        self._newest = {
+            row.key: token.token_id for row, token in zip(rows, step.result.tokens, strict=True) if token is not None
+        }
+
+
+@dataclass
+class FakeStepUnderWay:
+    plan: StepPlan
+    compute_next: Callable[[], None]
+    result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        while self.result is None:
+            self.compute_next()
+        return self.result
 
 
 class RecordingSink:
@@ -164,22 +215,24 @@ class FakeHandoff:
     def offer(self, pages: Sequence[tuple[int, PageId]]) -> None:
         assert not self.is_cancelled
         assert self.commit is None
-        first = self.ticket.first_page + len(self.pages)
+        first = self.ticket.num_cached_tokens // LAYOUT.page_size + len(self.pages)
         assert [ordinal for ordinal, _ in pages] == list(range(first, first + len(pages)))
         self.pages.extend(pages)
 
-    def finish(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def finish(self, token_id: int, logprobs: TokenLogprobs | None, *, num_cached_tokens: int = 0) -> None:
         assert not self.is_cancelled
         assert self.commit is None, "a hand-off finishes once"
-        num_pages = self.ticket.num_prompt_pages - self.ticket.first_page
-        assert len(self.pages) == num_pages
-        self.commit = make_commit(self.ticket, token_id, logprobs=logprobs)
+        first_page = self.ticket.num_cached_tokens // LAYOUT.page_size
+        assert len(self.pages) == LAYOUT.num_pages_for(self.ticket.num_prompt_tokens) - first_page
+        self.commit = make_commit(self.ticket, token_id, logprobs=logprobs, num_cached_tokens=num_cached_tokens)
 
     def cancel(self) -> None:
         self.is_cancelled = True
 
 
-def make_commit(ticket: TransferTicket, token_id: int, *, logprobs: TokenLogprobs | None = None) -> HandoffCommit:
+def make_commit(
+    ticket: TransferTicket, token_id: int, *, logprobs: TokenLogprobs | None = None, num_cached_tokens: int = 0
+) -> HandoffCommit:
     return HandoffCommit(
         reservation_id=ticket.reservation_id,
         key=ticket.key,
@@ -187,6 +240,7 @@ def make_commit(ticket: TransferTicket, token_id: int, *, logprobs: TokenLogprob
         token_id=token_id,
         logprobs=logprobs,
         num_bytes_sent=(ticket.num_prompt_pages - ticket.first_page) * ticket.layout.page_bytes,
+        num_cached_tokens=num_cached_tokens,
     )
 
 
@@ -201,12 +255,12 @@ def make_segment(ticket: TransferTicket, ordinal: int, payload: bytes | memoryvi
 
 
 def prompt_segments(ticket: TransferTicket, request: GenerateRequest) -> list[Segment]:
-    """The prompt's pages as an honest prefill worker sends them."""
+    """The prompt's pages as an honest prefill worker sends them: those that decode has not cached."""
     cache = FakeCache(ticket.num_prompt_pages)
     page_ids = [PageId(number) for number in range(ticket.num_prompt_pages)]
     for position, token_id in enumerate(request.prompt_token_ids):
         cache.put_key(page_ids, position, token_id)
-    return [make_segment(ticket, ordinal, cache.page_memory(PageId(ordinal))) for ordinal in page_ids]
+    return [make_segment(ticket, ordinal, cache.page_memory(ordinal)) for ordinal in page_ids[ticket.first_page :]]
 
 
 def step(phase: Phase, runner: FakeRunner, clock: Clock) -> StepPlan | None:
@@ -214,7 +268,7 @@ def step(phase: Phase, runner: FakeRunner, clock: Clock) -> StepPlan | None:
     phase.expire(clock.now())
     plan = phase.plan()
     if plan is not None:
-        phase.apply(plan, runner.run(plan))
+        phase.apply(plan, finished(runner.run(plan)))
     return plan
 
 
@@ -230,12 +284,16 @@ class DecodeSide:
         max_waiting: int = 16,
         max_replay_tokens: int = 5,
         eos: frozenset[int] = frozenset(),
+        has_prefix_cache: bool = False,
         name: str = "decode-0",
         incarnation: str = "d0",
+        address: str = "127.0.0.1:1",
+        layout: KVPageLayout = LAYOUT,
     ) -> None:
         self.clock = clock or ManualClock()
-        self.pool = PagePool(num_pages, LAYOUT.page_size, self.clock)
-        self.cache = FakeCache(num_pages)
+        self.layout = layout
+        self.pool = PagePool(num_pages, layout.page_size, self.clock)
+        self.cache = FakeCache(num_pages, layout)
         self.runner = FakeRunner(self.cache)
         self.sink = RecordingSink()
         self._num_ids = 0
@@ -243,8 +301,8 @@ class DecodeSide:
         self.phase = DecodePhase(
             worker_id=WorkerId(name),
             incarnation=Incarnation(incarnation),
-            address="127.0.0.1:1",
-            layout=LAYOUT,
+            address=address,
+            layout=layout,
             pool=self.pool,
             cache=self.cache,
             rules=TokenRules(eos_token_ids=eos, num_tokens=NUM_TOKENS, max_model_len=MAX_MODEL_LEN),
@@ -255,6 +313,7 @@ class DecodeSide:
             max_waiting=max_waiting,
             max_replay_tokens=max_replay_tokens,
             new_reservation_id=self._new_id,
+            has_prefix_cache=has_prefix_cache,
         )
 
     def _new_id(self) -> ReservationId:
@@ -304,18 +363,21 @@ class PrefillSide:
         max_num_batched_tokens: int = 8,
         max_num_seqs: int = 8,
         eos: frozenset[int] = frozenset(),
+        has_prefix_cache: bool = False,
         beside: DecodeSide | None = None,
+        layout: KVPageLayout = LAYOUT,
     ) -> None:
         self.clock = clock or (beside.clock if beside else ManualClock())
-        self.pool = beside.pool if beside else PagePool(num_pages, LAYOUT.page_size, self.clock)
-        self.cache = beside.cache if beside else FakeCache(num_pages)
+        self.layout = beside.layout if beside else layout
+        self.pool = beside.pool if beside else PagePool(num_pages, layout.page_size, self.clock)
+        self.cache = beside.cache if beside else FakeCache(num_pages, layout)
         self.runner = FakeRunner(self.cache)
         self.sink = RecordingSink()
         self.handoffs: list[FakeHandoff] = []
         local_decode: LocalDecode | None = beside.phase if beside else None
         self.phase = PrefillPhase(
             worker_id=WorkerId("prefill-0"),
-            layout=LAYOUT,
+            layout=self.layout,
             pool=self.pool,
             rules=TokenRules(eos_token_ids=eos, num_tokens=NUM_TOKENS, max_model_len=MAX_MODEL_LEN),
             sink=self.sink,
@@ -324,6 +386,7 @@ class PrefillSide:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             local_decode=local_decode,
+            has_prefix_cache=has_prefix_cache,
         )
 
     def admit(self, request: GenerateRequest, ticket: TransferTicket) -> FakeHandoff:

@@ -157,7 +157,7 @@ class WorkerServer:
 
     async def num_free_pages(self) -> int:
         """After everything that was queued for the engine thread."""
-        return await run_between_steps(self.loop, lambda: self.pool.num_free)
+        return await run_between_steps(self.loop, lambda: self.pool.num_available)
 
     async def wait_until_free(self, num_pages: int) -> None:
         """Nothing tells when a page comes free, so this asks again and again."""

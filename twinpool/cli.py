@@ -80,13 +80,18 @@ def _parse_with_config(path: Path, argv: list[str]) -> argparse.Namespace:
         if option.startswith("--") and option not in ("--help", "--config")
     }
     try:
-        file = read_config_file(path, flags=known)
+        file = read_config_file(path, flags=known, repeatable=_repeatable(serve))
     except UnknownKey as error:
         raise ConfigError(f"{error}; {_suggest('serve', f'--{error.key}', [f'--{name}' for name in known])}") from error
     if file.model is not None:
         serve.set_defaults(model=file.model)
     after_command = argv.index("serve") + 1
     return _parse(parser, [*argv[:after_command], *file.arguments, *argv[after_command:]])
+
+
+def _repeatable(parser: argparse.ArgumentParser) -> set[str]:
+    lists = (action for action in parser._actions if isinstance(action, argparse._AppendAction))
+    return {option.removeprefix("--") for action in lists for option in action.option_strings}
 
 
 def _run(flags: argparse.Namespace) -> int:

@@ -17,12 +17,13 @@ class WorkerPlaces:
     """Where the workers of one server may run. ``host`` is the address under which they reach this process. ``resources`` is
     what each of them takes of a node. ``num_cores`` are those that one worker may count on, or None on this machine alone,
     whose cores ``core_plan`` divides. ``num_gpus`` is what each of them takes of a node's GPUs: 0 where not every node has one,
-    and all workers compute on CPUs."""
+    and all workers compute on CPUs. ``is_protected``: the cluster keeps strangers out by a token."""
 
     host: str
     resources: Mapping[str, float] = field(default_factory=dict)
     num_cores: int | None = None
     num_gpus: float = 0.0
+    is_protected: bool = False
 
 
 class Cluster(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +27,12 @@ class UnknownKey(ConfigError):
         self.key = key
 
 
-def read_config_file(path: Path, *, flags: Mapping[str, bool]) -> ConfigFile:
-    """Read the file. ``flags`` are the known names without dashes, True for one that takes a value.
+def read_config_file(path: Path, *, flags: Mapping[str, bool], repeatable: Collection[str] = ()) -> ConfigFile:
+    """Read the file. ``flags`` are the known names without dashes, True for one that takes a value. Those that are
+    ``repeatable`` may have a list of values.
 
-    A key with no value, or null, is as good as absent. Raises ``UnknownKey``, and ``ConfigError`` with what is wrong and where.
+    A key with no value, or null, is as good as absent, and so is a switch that is false, unless there is one for its opposite:
+    ``enable-x`` and ``no-enable-x``. Raises ``UnknownKey``, and ``ConfigError`` with what is wrong and where.
     """
     arguments: list[str] = []
     model: str | None = None
@@ -42,9 +44,12 @@ def read_config_file(path: Path, *, flags: Mapping[str, bool]) -> ConfigFile:
         if key == "model":
             model = _text(value, key, path)
         elif flags[key]:
-            arguments.append(f"--{key}={_text(value, key, path)}")
+            values = value if key in repeatable and isinstance(value, list) else [value]
+            arguments += [f"--{key}={_text(each, key, path)}" for each in values]
         elif value is True:
             arguments.append(f"--{key}")
+        elif value is False and (opposite := key.replace("enable-", "no-enable-", 1)) in flags and opposite != key:
+            arguments.append(f"--{opposite}")
         elif value is not False:
             raise ConfigError(f"{key} in {path} is {value!r}, but must be true or false")
     return ConfigFile(arguments=tuple(arguments), model=model)

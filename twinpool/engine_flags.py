@@ -34,6 +34,8 @@ class EngineFlags:
     quantization: Quantization
     quantization_flag: str
     enforce_eager: bool
+    enable_prefix_caching: bool
+    async_scheduling: bool
     kv_cache_dtype: KVDType
     block_size: int | None
     max_model_len: int | None
@@ -57,6 +59,19 @@ class _Flag:
         return self.name.replace("-", "_")
 
 
+@dataclass(frozen=True, slots=True)
+class _Switch:
+    """On unless ``--no-NAME`` is given."""
+
+    name: str
+    text: str
+    text_off: str
+
+    @property
+    def field(self) -> str:
+        return self.name.replace("-", "_")
+
+
 _FLAGS = (
     _Flag("block-size", int, None, 1, MAX_BLOCK_SIZE, "tokens in one KV page (default: 16; on CUDA what its attention reads)"),
     _Flag(
@@ -72,10 +87,20 @@ _FLAGS = (
     _Flag("kv-cache-memory-bytes", parse_byte_size, 2**30, 1, MAX_KV_CACHE_BYTES, "KV cache size, like 512MiB or 1G"),
     _Flag("threads", int, None, 1, MAX_THREADS, "threads of the engine's kernels (default: from the number of cores)"),
 )
+_SWITCHES = (
+    _Switch(
+        "enable-prefix-caching",
+        "keep pages of prompts and answers for prompts that begin alike (default)",
+        "keep none",
+    ),
+    _Switch(
+        "async-scheduling",
+        "on GPUs, begin a decode step before the host knows the tokens of the one before (default)",
+        "wait for them first",
+    ),
+)
 _DTYPES = ("auto", *(dtype.value for dtype in WEIGHT_DTYPES))
-_FP8 = "fp8"
-_SERVED_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "int8")
-_KV_CACHE_DTYPES = (*_SERVED_KV_CACHE_DTYPES, _FP8)  # fp8 gets a sentence of its own
+_KV_CACHE_DTYPES = ("auto", *(dtype.value for dtype in (KVDType.FLOAT16, KVDType.BFLOAT16, KVDType.INT8, KVDType.FP8)))
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -94,14 +119,28 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--{prefix}kv-cache-dtype",
             choices=_KV_CACHE_DTYPES,
-            metavar=f"{{{','.join(_SERVED_KV_CACHE_DTYPES)}}}",
-            help="type of keys and values in the KV cache; auto: --dtype" if is_listed else argparse.SUPPRESS,
+            help="type of keys and values in the KV cache; auto: --dtype; fp8 on GPUs alone"
+            if is_listed
+            else argparse.SUPPRESS,
         )
         eager_help = "compute with torch's own operators, one by one: no native kernels, no CUDA graphs"
         group.add_argument(f"--{prefix}enforce-eager", action="store_true", help=eager_help if is_listed else argparse.SUPPRESS)
+        for switch in _SWITCHES:
+            _add_switch(group, prefix, switch)
         for flag in _FLAGS:
             text = _help_of(flag) if is_listed else argparse.SUPPRESS
             group.add_argument(f"--{prefix}{flag.name}", type=_parser_of(flag), metavar="N", help=text)
+
+
+def _add_switch(group: argparse._ArgumentGroup, prefix: str, switch: _Switch) -> None:
+    for no, text in (("", switch.text), ("no-", switch.text_off)):
+        group.add_argument(
+            f"--{prefix}{no}{switch.name}",
+            dest=f"{prefix.replace('-', '_')}{switch.field}",
+            action="store_false" if no else "store_true",
+            default=None,
+            help=argparse.SUPPRESS if prefix else text,
+        )
 
 
 def engine_flags_of(flags: argparse.Namespace, phase: PhaseName, *, has_gpu: bool) -> EngineFlags:
@@ -120,17 +159,22 @@ def engine_flags_of(flags: argparse.Namespace, phase: PhaseName, *, has_gpu: boo
         quantization=Quantization(quantization),
         quantization_flag=f"--{phase.value}-quantization" if own_quantization else "--quantization",
         enforce_eager=getattr(flags, f"{phase.value}_enforce_eager") or flags.enforce_eager,
-        kv_cache_dtype=_kv_cache_dtype(flags, phase, KVDType(dtype)),
+        **{switch.field: _is_on(flags, phase, switch) for switch in _SWITCHES},
+        kv_cache_dtype=_kv_cache_dtype(flags, phase, KVDType(dtype), has_gpu=has_gpu),
         **values,
     )
 
 
-def _kv_cache_dtype(flags: argparse.Namespace, phase: PhaseName, dtype: KVDType) -> KVDType:
+def _is_on(flags: argparse.Namespace, phase: PhaseName, switch: _Switch) -> bool:
+    own: bool | None = getattr(flags, f"{phase.value}_{switch.field}")
+    common: bool | None = getattr(flags, switch.field)
+    return next((wish for wish in (own, common) if wish is not None), True)
+
+
+def _kv_cache_dtype(flags: argparse.Namespace, phase: PhaseName, dtype: KVDType, *, has_gpu: bool) -> KVDType:
     asked = getattr(flags, f"{phase.value}_kv_cache_dtype") or flags.kv_cache_dtype or "auto"
-    if asked == _FP8:
-        raise ConfigError(
-            "--kv-cache-dtype is fp8, which is for GPUs, and their kernels do not read it yet: give int8, float16 or bfloat16"
-        )
+    if asked == KVDType.FP8.value and not has_gpu:
+        raise ConfigError("--kv-cache-dtype is fp8, which is for GPUs, and workers compute on CPUs: give int8")
     return dtype if asked == "auto" else KVDType(asked)
 
 

@@ -6,6 +6,7 @@ This machine must be one of its nodes, since Ray lets a process in through the n
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class JoinedCluster:
         import ray
 
         address = self._find()
-        _prepare_token(address, self._name(address))
+        is_protected = _prepare_token(address, self._name(address))
         try:
             context: Any = ray.init(address=self._address, log_to_driver=True, logging_level=40)
         except ConnectionError as error:
@@ -106,8 +107,9 @@ class JoinedCluster:
             raise TwinpoolError(f"{self._name(address)} cannot be joined: {' '.join(str(error).split())}") from error
         self._is_joined = True
         nodes = [_node_of(entry) for entry in ray.nodes() if entry["Alive"]]  # type: ignore[no-untyped-call]
+        places = find_worker_places(nodes, num_workers, host=node_address())
         return _Membership(
-            places=find_worker_places(nodes, num_workers, host=node_address()),
+            places=dataclasses.replace(places, is_protected=is_protected),
             control_store=context.address_info["gcs_address"],
             raylet=_find_raylet(context.address_info["raylet_socket_name"]),
         )
@@ -144,13 +146,17 @@ class JoinedCluster:
             ray.shutdown()
 
 
-def _prepare_token(address: str, name: str) -> None:
-    """Have Ray send its token if the cluster asks for one, and else none. Raises ``TwinpoolError`` when the two do not agree,
-    or when nothing of Ray's answers at ``address``. Ray itself would try for minutes."""
+def _prepare_token(address: str, name: str) -> bool:
+    """Have Ray send its token if the cluster asks for one, and else none. Returns whether it asks.
+
+    Raises ``TwinpoolError`` when the two do not agree, or when nothing of Ray's answers at ``address``. Ray itself would try
+    for minutes.
+    """
     from ray._raylet import Config  # type: ignore[attr-defined]
 
     with grpc.insecure_channel(f"dns:///{address}", options=[("grpc.enable_http_proxy", 0)]) as channel:
-        if _is_let_in(channel, name, {}):
+        is_open = _is_let_in(channel, name, {})
+        if is_open:
             if (source := _token_source()) != _TOKEN_FILE:
                 raise TwinpoolError(
                     f"{name} asks for no token, but {source} is set: unset it, or start the cluster with the same token"
@@ -165,6 +171,7 @@ def _prepare_token(address: str, name: str) -> None:
                 raise TwinpoolError(f"{name} refuses the token of {_token_source()}: set RAY_AUTH_TOKEN to the cluster's")
             os.environ.setdefault("RAY_AUTH_MODE", "token")
     Config.initialize("")  # or Ray would keep to what it read when it was imported
+    return not is_open
 
 
 def _is_let_in(channel: grpc.Channel, name: str, header: Mapping[str, str]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decode_worker.decode_scheduler import MAX_REPLAY_TOKENS
 from llm_engine.checkpoint import StoredModel
 from llm_engine.memory_budget import StepSize, longest_window, num_pages_for_budget, workspace_bytes
+from llm_engine.model_config import ModelConfig
 from llm_engine.weight_plan import has_native_form, usable_quantization, weight_bytes
 from serving_core.engine_config import MIN_MODEL_LEN, Quantization
 from serving_core.errors import ConfigError
@@ -111,6 +112,23 @@ def check_memory(specs: Sequence[WorkerSpec], stored: StoredModel, available_byt
             f"{window}, or fewer workers"
         )
     raise ConfigError(f"{what}: no KV cache is small enough for that; give fewer workers or a smaller model")
+
+
+def check_warm_prompts(specs: Sequence[WorkerSpec], model: ModelConfig, warm_prompts: Sequence[tuple[int, ...]]) -> None:
+    """Raises ``ConfigError`` when a worker's KV cache cannot hold all warm prompts, given as token ids, at the same time: some
+    would push others out before the first request came."""
+    for spec in specs:
+        engine = spec.engine
+        page_size = engine.planned_page_size
+        layout = model.page_layout(page_size=page_size, dtype=engine.page_dtype)
+        num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, engine.max_model_len or model.max_model_len)
+        full_pages = {ids[:end] for ids in warm_prompts for end in range(page_size, len(ids) + 1, page_size)}
+        if len(full_pages) > num_pages:
+            needed_mib = -(-len(full_pages) * layout.page_bytes // _MIB)
+            raise ConfigError(
+                f"the warm prompts take {len(full_pages)} pages of {page_size} tokens together, and the KV cache of "
+                f"{spec.worker_id} has {num_pages}: give --kv-cache-memory-bytes of more than {needed_mib}MiB, or fewer"
+            )
 
 
 def describe_memory(worker: WorkerMemory) -> str:

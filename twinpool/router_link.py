@@ -12,11 +12,13 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+import grpc
 import grpc.aio
 
 from serving_core.errors import Refused
 from serving_core.ids import RouterId, SequenceKey
 from serving_core.rpc.channel import open_channel
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.rpc.convert import event_to_pb, hello_to_pb, key_from_pb, refusal_from_pb, status_to_pb
 from serving_core.rpc.v1 import router_link_pb2, router_link_pb2_grpc
 from serving_core.token_event import SequenceEvent, TokenEvent
@@ -45,9 +47,10 @@ class RouterLinks:
         addresses: Sequence[str],
         read_status: Callable[[], Awaitable[WorkerStatus]],
         renew: Callable[[frozenset[SequenceKey]], None],
+        token: ClusterToken = OPEN,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._links = [_RouterLink(address, read_status, renew) for address in addresses]
+        self._links = [_RouterLink(address, read_status, renew, token) for address in addresses]
 
     def emit(self, router_id: RouterId, events: Sequence[SequenceEvent]) -> None:
         """See ``EventSink``. Events for a router that is not linked now are dropped."""
@@ -74,8 +77,10 @@ class _RouterLink:
         address: str,
         read_status: Callable[[], Awaitable[WorkerStatus]],
         renew: Callable[[frozenset[SequenceKey]], None],
+        token: ClusterToken,
     ) -> None:
         self.router_id: RouterId | None = None
+        self._token = token
         self._address = address
         self._read_status = read_status
         self._renew = renew
@@ -100,7 +105,8 @@ class _RouterLink:
             try:
                 await self._connect(hello)
             except (grpc.aio.AioRpcError, TimeoutError, _LinkEnded) as error:
-                _log.debug("link to router %s: %s", self._address, error)
+                is_stranger = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+                _log.log(logging.ERROR if is_stranger else logging.DEBUG, "link to router %s: %s", self._address, error)
             except Refused as refused:
                 _log.error("router %s refused %s: %s", self._address, hello.worker_id, refused)
             was_welcome = self.router_id is not None
@@ -110,7 +116,7 @@ class _RouterLink:
 
     async def _connect(self, hello: WorkerHello) -> None:
         async with open_channel(self._address) as channel:
-            call = router_link_pb2_grpc.RouterLinkStub(channel).Connect()
+            call = router_link_pb2_grpc.RouterLinkStub(channel).Connect(metadata=self._token.metadata)
             try:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):
                     await call.write(router_link_pb2.WorkerMessage(hello=hello_to_pb(hello)))

@@ -15,11 +15,13 @@ from llm_engine.native.kernels import why_no_kernels
 from llm_engine.open_checkpoint import read_stored_model
 from llm_engine.weight_plan import has_native_form
 from router.chat_template import read_chat_template
+from router.prompt_encoder import PromptEncoder
 from router.tokenizer import read_tokenizer
+from router.warm_prompts import read_warm_prompts
 from twinpool.cluster import LOCAL
 from twinpool.http_server import listen
 from twinpool.machine_memory import available_memory_bytes
-from twinpool.memory_plan import check_memory, describe_memory, worker_memory
+from twinpool.memory_plan import check_memory, check_warm_prompts, describe_memory, worker_memory
 from twinpool.serve_config import ServeConfig, make_serve_config
 from twinpool.worker_spec import WorkerSpec
 from twinpool.worker_specs import check_quantizations, make_worker_specs, plan_server_cores
@@ -33,8 +35,12 @@ def serve_command(flags: argparse.Namespace) -> int:
     stored = read_stored_model(config.model.path)
     model = stored.config
     tokenizer, chat_template = read_tokenizer(config.model.path), read_chat_template(config.model.path)
+    window = config.max_model_len(model.max_model_len)
+    encoder = PromptEncoder(tokenizer=tokenizer, chat_template=chat_template, max_model_len=lambda: window)
+    warm_prompts = asyncio.run(read_warm_prompts(config.warm_prompts, encoder, max_model_len=window))
     cores = plan_server_cores(config, sorted(os.sched_getaffinity(0)))
     specs = make_worker_specs(config, model, cores, ())
+    check_warm_prompts(specs, model, warm_prompts)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     has_kernels = config.address != LOCAL  # of nodes that others run it is not known, and assumed
     if _wants_kernels(config, specs, model):
@@ -56,7 +62,13 @@ def serve_command(flags: argparse.Namespace) -> int:
 
         _describe(config, stored, specs, has_kernels=has_kernels)
         server = Server(
-            config, model=model, tokenizer=tokenizer, chat_template=chat_template, core_plan=cores, listener=listener
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            warm_prompts=warm_prompts,
+            core_plan=cores,
+            listener=listener,
         )
         asyncio.run(server.run())
     _log.info("stopped")

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from serving_core.errors import ConfigError
 from serving_core.kv_page_layout import KVDType, as_word
@@ -15,18 +16,18 @@ from twinpool.cluster import AUTO, LOCAL
 from twinpool.engine_flags import EngineFlags, engine_flags_of
 from twinpool.local_gpus import num_local_gpus
 from twinpool.model_source import ModelSource, find_model
+from twinpool.transfer_way import TransferWay
 
 MAX_WORKERS = 64
 MIN_LEASE_S = 1.0
 MAX_WORKER_WAIT_S = 3600.0
-_TRANSFERS = ("auto", "grpc")
-_TRANSFERS_TO_COME = ("torch_distributed", "shared_memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """One server. With ``is_colocated`` there is one worker with both phases and both worker counts are 0. ``address`` is the
-    Ray cluster's: ``local``, ``auto`` or HOST:PORT. ``num_gpus`` is of this machine, as torch can use them."""
+    Ray cluster's: ``local``, ``auto`` or HOST:PORT. ``num_gpus`` is of this machine, as torch can use them.
+    ``trusts_fabric``: see ``fabric``. ``warm_prompts`` are files (see ``router.warm_prompts``)."""
 
     model: ModelSource
     served_model_name: str
@@ -43,6 +44,9 @@ class ServeConfig:
     worker_wait_s: float
     address: str
     num_gpus: int
+    transfer: TransferWay = TransferWay.AUTO
+    trusts_fabric: bool = False
+    warm_prompts: tuple[Path, ...] = ()
 
     @property
     def is_on_gpus(self) -> bool:
@@ -52,6 +56,10 @@ class ServeConfig:
     def flags_of(self, phase: PhaseName) -> EngineFlags:
         """The phase's own."""
         return self.prefill if phase is PhaseName.PREFILL else self.decode
+
+    def max_model_len(self, model_window: int) -> int:
+        """The smallest window of the workers."""
+        return min(flags.max_model_len or model_window for flags in (self.prefill, self.decode))
 
     def without_kernels(self) -> ServeConfig:
         """The same for a machine where the native kernels do not run: no worker, however often it starts, looks for them."""
@@ -65,13 +73,15 @@ def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
     prefill, decode = (engine_flags_of(flags, phase, has_gpu=num_gpus > 0) for phase in (PhaseName.PREFILL, PhaseName.DECODE))
     num_prefill, num_decode = _worker_counts(flags)
     _check_phases_agree(prefill, decode, is_colocated=flags.colocated)
-    _check_transfer(flags.transfer)
+    transfer = _transfer(flags.transfer)
     _check_range("--port", flags.port, 0, 65535)
     _check_range("--lease-seconds", flags.lease_seconds, MIN_LEASE_S, MAX_LEASE_S)
     _check_range("--worker-wait", flags.worker_wait, 0, MAX_WORKER_WAIT_S)
     for name in ("served_model_name", "api_key", "admin_key", "host"):
         if getattr(flags, name) is not None and not getattr(flags, name).strip():
             raise ConfigError(f"--{name.replace('_', '-')} is empty: give it a value or leave it out")
+    if flags.warm_prompt and not prefill.enable_prefix_caching:
+        raise ConfigError("--warm-prompt needs the prefix cache of prefill: drop it, or what switches prefix caching off")
     model = find_model(flags.model)
     return ServeConfig(
         model=model,
@@ -89,6 +99,9 @@ def make_serve_config(flags: argparse.Namespace) -> ServeConfig:
         worker_wait_s=flags.worker_wait,
         address=_address(flags.address),
         num_gpus=num_gpus,
+        transfer=transfer,
+        trusts_fabric=flags.trust_fabric,
+        warm_prompts=tuple(map(Path, flags.warm_prompt)),
     )
 
 
@@ -107,8 +120,8 @@ def _worker_counts(flags: argparse.Namespace) -> tuple[int, int]:
 
 
 def _check_phases_agree(prefill: EngineFlags, decode: EngineFlags, *, is_colocated: bool) -> None:
-    """Pages go from one phase to the other byte for byte; one colocated worker has one engine for both."""
-    fields: tuple[str, ...] = ("dtype", "kv_cache_dtype", "block_size")
+    """A transfer plan covers pages of another size, not of another type; one colocated worker has one engine for both."""
+    fields: tuple[str, ...] = ("dtype", "kv_cache_dtype")
     if is_colocated:
         # one step budget, one form of the weights and its kernels belong to each phase, so these may differ even there
         per_phase = ("quantization", "quantization_flag", "enforce_eager", "max_num_seqs", "max_num_batched_tokens")
@@ -117,19 +130,24 @@ def _check_phases_agree(prefill: EngineFlags, decode: EngineFlags, *, is_colocat
         if getattr(prefill, field) != getattr(decode, field):
             name = field.replace("_", "-")
             values = f"{_word(getattr(prefill, field))} and {_word(getattr(decode, field))}"
-            why = "with --colocated both phases share one engine" if is_colocated else "pages are handed over as they are"
+            why = (
+                "with --colocated both phases share one engine"
+                if is_colocated
+                else "keys and values are handed over as they are"
+            )
             raise ConfigError(f"--prefill-{name} and --decode-{name} differ, {values}, but {why}: give both the same value")
 
 
 def _word(value: KVDType | int | None) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return "the default" if value is None else as_word(value)
 
 
-def _check_transfer(transfer: str) -> None:
-    if transfer in _TRANSFERS_TO_COME:
-        raise ConfigError(f"--transfer {transfer} is not there yet: use {' or '.join(_TRANSFERS)}")
-    if transfer not in _TRANSFERS:
-        raise ConfigError(f"--transfer {transfer!r} is unknown: use {' or '.join(_TRANSFERS)}")
+def _transfer(transfer: str) -> TransferWay:
+    if transfer not in tuple(TransferWay):
+        raise ConfigError(f"--transfer {transfer!r} is unknown: use {' or '.join(TransferWay)}")
+    return TransferWay(transfer)
 
 
 def _address(address: str) -> str:

@@ -23,7 +23,18 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     pools.add_argument("--prefill-workers", type=int, metavar="N", help="prefill workers (default: 1)")
     pools.add_argument("--decode-workers", type=int, metavar="N", help="decode workers (default: 1)")
     pools.add_argument("--colocated", action="store_true", help="one worker with both phases instead of two pools")
-    pools.add_argument("--transfer", default="auto", metavar="WAY", help="how KV pages travel: auto (default) or grpc")
+    pools.add_argument(
+        "--transfer",
+        default="auto",
+        metavar="WAY",
+        help="how KV pages travel: grpc, shared_memory (one host only), torch_distributed (gloo, or NCCL between GPUs) or auto "
+        "(default), the fastest that reaches the worker",
+    )
+    pools.add_argument(
+        "--trust-fabric",
+        action="store_true",
+        help="let torch_distributed, which can tell nobody apart, run on a cluster that keeps strangers out by a token",
+    )
 
     pools.add_argument(
         "--address",
@@ -40,6 +51,13 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     service.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     service.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="port to listen on, 0 for any free one (default: %(default)s)"
+    )
+    service.add_argument(
+        "--warm-prompt",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="beginning of prompts, or of conversations (FILE.json), that each worker caches before it serves; may be repeated",
     )
     service.add_argument("--api-key", help="what clients must send as Authorization: Bearer …")
     service.add_argument("--admin-key", help="what callers of /admin must send instead (default: the API key)")

@@ -9,11 +9,14 @@ second: at once; 5. HTTP, workers, Ray and their files are gone.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
+import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from llm_engine.model_config import ModelConfig
@@ -23,11 +26,13 @@ from router.tokenizer import Tokenizer
 from serving_core.worker_status import Role
 from twinpool.cluster import LOCAL, Cluster, WorkerPlaces
 from twinpool.core_plan import CorePlan
+from twinpool.fabric import is_fabric_trusted
 from twinpool.http_server import HttpServer, url_of
 from twinpool.joined_cluster import JoinedCluster
 from twinpool.local_cluster import LocalCluster
 from twinpool.process_cores import confine_process_tree
 from twinpool.serve_config import ServeConfig
+from twinpool.server_token import server_token
 from twinpool.start_display import BarDisplay, LineDisplay
 from twinpool.stop_signals import StopSignals
 from twinpool.worker_pools import WorkerPools
@@ -42,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """One server, from its start to its end."""
+    """One server, from its start to its end. ``warm_prompts`` are token ids: see ``Router``. Constructing it raises
+    ``ConfigError`` for an environment with an unfit token."""
 
     def __init__(
         self,
@@ -53,13 +59,16 @@ class Server:
         chat_template: ChatTemplate,
         core_plan: CorePlan,
         listener: socket.socket,
+        warm_prompts: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self._config = config
         self._model = model
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._warm_prompts = warm_prompts
         self._core_plan = core_plan
         self._listener = listener
+        self._cluster_token = server_token(os.environ)
         is_local = config.address == LOCAL
         self._cluster: Cluster = LocalCluster(num_gpus=config.num_gpus) if is_local else JoinedCluster(config.address)
 
@@ -108,23 +117,27 @@ class Server:
             model_name=self._config.served_model_name,
             tokenizer=self._tokenizer,
             chat_template=self._chat_template,
-            max_model_len=min(
-                flags.max_model_len or self._model.max_model_len for flags in (self._config.prefill, self._config.decode)
-            ),
+            max_model_len=self._config.max_model_len(self._model.max_model_len),
             lease_s=self._config.lease_s,
             worker_wait_s=self._config.worker_wait_s,
+            warm_prompts=self._warm_prompts,
             api_key=self._config.api_key,
             admin_key=self._config.admin_key,
+            cluster_token=self._cluster_token,
         )
 
     async def _run_workers(self, router: Router, pools: WorkerPools, starting_cluster: asyncio.Task[WorkerPlaces]) -> None:
         """Start the workers, then watch them until cancelled."""
         began_at = time.monotonic()
         places = await starting_cluster
+        is_trusted = is_fabric_trusted(self._config, places)
         if places.num_cores is not None:
             self._core_plan = plan_node_cores(self._config, places.num_cores)
         link_address = await router.start_link(places.host)
-        specs = make_worker_specs(self._config, self._model, self._core_plan, (link_address,))
+        specs = [
+            dataclasses.replace(spec, is_fabric_trusted=is_trusted, cluster_token=self._cluster_token)
+            for spec in make_worker_specs(self._config, self._model, self._core_plan, (link_address,))
+        ]
         # what runs by now, and whatever it starts, leaves decode's cores alone; an engine thread moves to them by itself
         confine_process_tree(self._core_plan.shared)
         await pools.start(specs, places)

@@ -15,8 +15,6 @@ import grpc.aio
 from decode_worker.decode_phase import DecodePhase
 from decode_worker.decode_service import DecodeService
 from decode_worker.page_sink import DecodePageSink
-from kv_transfer.grpc_page_service import GrpcPageService
-from kv_transfer.grpc_page_transport import GrpcPageTransport
 from llm_engine.device import CPU
 from llm_engine.engine_calls import run_between_steps
 from llm_engine.engine_thread import configure_engine_thread
@@ -28,6 +26,7 @@ from llm_engine.page_pool import PagePool
 from llm_engine.phase import Phase
 from llm_engine.step_loop import StepLoop
 from llm_engine.token_rules import TokenRules
+from prefill_worker.commit_client import CommitClient
 from prefill_worker.handoff_counters import HandoffCounters
 from prefill_worker.prefill_phase import PrefillPhase
 from prefill_worker.prefill_service import PrefillService
@@ -38,6 +37,7 @@ from serving_core.page_state import PagesSnapshot
 from serving_core.rpc.channel import make_server
 from serving_core.rpc.v1 import worker_pb2_grpc
 from serving_core.worker_status import PhaseName, WorkerHello, WorkerStatus
+from twinpool.page_paths import PagePlace, PageServices, make_transport
 from twinpool.router_link import RouterLinks
 from twinpool.worker_metrics import WorkerCounts, make_families
 from twinpool.worker_service import WorkerService
@@ -58,7 +58,7 @@ class Worker:
         layout = loaded.config.page_layout(page_size=page_size, dtype=engine.page_dtype)
         max_model_len = engine.max_model_len or loaded.config.max_model_len
         num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, max_model_len)
-        self._server = make_server()
+        self._server = make_server(token=spec.cluster_token)
         address = _listen(self._server, spec.host)
         self.hello = WorkerHello(
             worker_id=spec.worker_id,
@@ -80,20 +80,30 @@ class Worker:
         )
         self._clock = clock
         self._lease_s = engine.lease_s
+        self._has_prefix_cache = engine.has_prefix_cache
         self._rules = TokenRules(
             eos_token_ids=loaded.eos_token_ids, num_tokens=loaded.config.num_tokens, max_model_len=max_model_len
         )
         self._cache = KVCache(layout, num_pages, device=loaded.device, has_spare_page=loaded.device != CPU)
         self._pool = PagePool(num_pages, page_size, clock)
-        self._links = RouterLinks(addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew)
-        self._transport = GrpcPageTransport()
+        self._token = spec.cluster_token
+        self._links = RouterLinks(
+            addresses=spec.router_addresses, read_status=self.read_status, renew=self._renew, token=self._token
+        )
+        place = PagePlace(
+            way=spec.transfer, host=spec.host, device=str(loaded.device), is_fabric_trusted=spec.is_fabric_trusted
+        )
+        self._transport = make_transport(place, clock, self._token)
 
         self._decode = self._make_decode_phase() if PhaseName.DECODE in spec.phases else None
         self._prefill = self._make_prefill_phase() if PhaseName.PREFILL in spec.phases else None
         self._phases: list[Phase] = [phase for phase in (self._decode, self._prefill) if phase is not None]
         self._loop = StepLoop(
             runner=ModelRunner(
-                loaded, self._cache, max_recorded_rows=0 if engine.is_eager(PhaseName.DECODE) else engine.max_num_seqs
+                loaded,
+                self._cache,
+                max_recorded_rows=0 if engine.is_eager(PhaseName.DECODE) else engine.max_num_seqs,
+                has_async_scheduling=engine.has_async_scheduling,
             ),
             phases=self._phases,
             clock=clock,
@@ -101,7 +111,7 @@ class Worker:
             setup_thread=lambda: configure_engine_thread(engine.num_threads, engine.cpu_cores, engine.niceness),
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.read_pages), self._server)
-        self._page_service = self._serve_decode(self._decode) if self._decode is not None else None
+        self._page_services = self._serve_decode(self._decode, place) if self._decode is not None else None
         self._prefill_service = self._serve_prefill(self._prefill) if self._prefill is not None else None
 
     @classmethod
@@ -125,6 +135,9 @@ class Worker:
             if worker._prefill_service is not None:
                 stack.push_async_callback(worker._prefill_service.close)
             stack.push_async_callback(worker._server.stop, SERVER_GRACE_S)
+            if worker._page_services is not None:
+                stack.push_async_callback(worker._page_services.close)
+                worker._page_services.start(worker.hello.address, worker.hello.incarnation)
             await worker._server.start()
             linking = asyncio.create_task(worker._links.run(worker.hello))
             linking.add_done_callback(lambda task: _crash_on_failure(task, on_crash))
@@ -153,6 +166,7 @@ class Worker:
             lease_s=self._lease_s,
             max_num_seqs=self.hello.max_num_seqs,
             new_reservation_id=lambda: ReservationId(uuid.uuid4().hex),
+            has_prefix_cache=self._has_prefix_cache,
         )
 
     def _make_prefill_phase(self) -> PrefillPhase:
@@ -167,13 +181,13 @@ class Worker:
             max_num_batched_tokens=self.hello.max_prefill_tokens_per_step,
             max_num_seqs=self.hello.max_num_seqs,
             local_decode=self._decode,
+            has_prefix_cache=self._has_prefix_cache,
         )
 
-    def _serve_decode(self, phase: DecodePhase) -> GrpcPageService:
+    def _serve_decode(self, phase: DecodePhase, place: PagePlace) -> PageServices:
         DecodeService(phase=phase, engine=self._loop).add_to_server(self._server)
-        page_service = GrpcPageService(DecodePageSink(phase=phase, engine=self._loop))
-        page_service.add_to_server(self._server)
-        return page_service
+        sink = DecodePageSink(phase=phase, engine=self._loop)
+        return PageServices(sink, place=place, server=self._server, token=self._token)
 
     def _serve_prefill(self, phase: PrefillPhase) -> PrefillService:
         service = PrefillService(
@@ -183,6 +197,7 @@ class Worker:
             source=self._cache,
             transport=self._transport,
             clock=self._clock,
+            commits=CommitClient(token=self._token),
         )
         service.add_to_server(self._server)
         return service
@@ -193,13 +208,14 @@ class Worker:
         num_waiting = sum(status.num_waiting for status in statuses)
         if num_running == num_waiting == 0:
             self._pool.check()  # it walks every page, which only an idle worker has time for
-            assert self._pool.num_free == self._pool.num_pages, "a page is held though no phase holds a sequence"
+            assert self._pool.num_available == self._pool.num_pages, "a page is held though no phase holds a sequence"
         counts = WorkerCounts(
             statuses=statuses,
             counters=[phase.counters for phase in (self._decode, self._prefill) if phase is not None],
             pages=self._pool.counts(),
             handoffs=self._prefill_service.counters if self._prefill_service is not None else HandoffCounters(),
-            refused_writes=self._page_service.num_refused_writes if self._page_service is not None else {},
+            refused_writes=self._page_services.num_refused_writes if self._page_services is not None else {},
+            page_streams=self._transport.num_streams,
         )
         return WorkerStatus(
             num_running=num_running,

@@ -63,6 +63,7 @@ def make_worker_specs(
             model_name=config.served_model_name,
             engine=engine,
             router_addresses=tuple(router_addresses),
+            transfer=config.transfer,
         )
         for worker_id, phases, engine in engines
     )
@@ -115,6 +116,8 @@ def _engine(config: ServeConfig, flags: EngineFlags, model: ModelConfig, *, num_
         num_threads=num_threads,
         prefill_quantization=config.prefill.quantization,
         decode_quantization=config.decode.quantization,
+        has_prefix_cache=flags.enable_prefix_caching,
+        has_async_scheduling=flags.async_scheduling,
         eager_phases=frozenset(phase for phase in PhaseName if config.flags_of(phase).enforce_eager),
         lease_s=config.lease_s,
     )

@@ -13,6 +13,7 @@ from benchmarks.engines.workload import Workload
 from llm_engine.kv_cache import KVCache
 from llm_engine.load_model import load_model
 from llm_engine.model_runner import ModelRunner
+from llm_engine.phase import finished
 from llm_engine.step_plan import PlanRow, SampleSpec, StepPlan
 from serving_core.cpu_features import has_bfloat16
 from serving_core.ids import PageId, RequestId, SequenceKey
@@ -68,7 +69,7 @@ class OurEngine:
 
     def _step(self, phase: PhaseName, rows: Sequence[PlanRow]) -> list[int]:
         """The tokens of the rows that sample."""
-        result = self._runner.run(StepPlan(phase=phase, rows=tuple(rows)))
+        result = finished(self._runner.run(StepPlan(phase=phase, rows=tuple(rows))))
         assert not result.failures, result.failures
         return [token.token_id for token in result.tokens if token is not None]
 

@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
             context=sizes.context,
             checks=tuple(results),
             limits=limits,
-            decode=tuple(measure_decode(subject, sizes, limits)),
+            decode=measure_decode(subject, sizes, limits),
             prefill=tuple(measure_prefill(subject, sizes, limits)),
         )
     print(report.table())

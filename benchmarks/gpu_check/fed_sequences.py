@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from llm_engine.cuda.device_steps import DeviceSteps
 from llm_engine.device import to_host
 from llm_engine.forward import Forward
 from llm_engine.kv_cache import KVCache
-from llm_engine.step_plan import PlanRow, SampleSpec, StepPlan
+from llm_engine.phase import StepUnderWay, finished
+from llm_engine.step_plan import NOT_YET_KNOWN, PlanRow, SampleSpec, StepPlan, StepResult
 from serving_core.ids import PageId, RequestId, SequenceKey
 from serving_core.worker_status import PhaseName
 
 _GREEDY = SampleSpec(temperature=0.0, top_p=1.0, top_k=0, seed=0, choice_index=0, output_index=0)
+_DRAWN = replace(_GREEDY, temperature=0.8, top_p=0.95)
 
 
 class FedSequences:
@@ -48,6 +53,23 @@ class FedSequences:
         logits = forward.logits(StepPlan(phase=phase, rows=tuple(rows)))
         assert logits is not None
         return to_host(logits)[: len(rows)]
+
+    @torch.inference_mode()
+    def decode(self, steps: DeviceSteps, indices: Sequence[int], num_steps: int, *, num_ahead: int) -> None:
+        """Draw so many tokens for each of these sequences, whose next is the first to be fed, with ``num_ahead`` steps begun
+        before the first of them is waited for."""
+        under_way: deque[StepResult | StepUnderWay] = deque()
+        for step in range(num_steps):
+            rows = [self._row(index, 1) for index in indices]
+            token = None if step == 0 else (NOT_YET_KNOWN,)
+            plan = tuple(
+                replace(row, token_ids=token or row.token_ids, sample=replace(_DRAWN, output_index=step)) for row in rows
+            )
+            under_way.append(steps.run(StepPlan(phase=PhaseName.DECODE, rows=plan)))
+            if len(under_way) > num_ahead:
+                finished(under_way.popleft())
+        for outcome in under_way:
+            finished(outcome)
 
     def _row(self, index: int, num_tokens: int) -> PlanRow:
         first = self.num_fed[index]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.gpu_check.checks import CheckResult
-from benchmarks.gpu_check.speed import Limits, Speed
+from benchmarks.gpu_check.speed import DecodeSpeeds, Limits, Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Report:
     context: int
     checks: tuple[CheckResult, ...]
     limits: Limits
-    decode: tuple[Speed, ...]
+    decode: DecodeSpeeds
     prefill: tuple[Speed, ...]
 
     def table(self) -> str:
@@ -36,10 +36,13 @@ class Report:
         yield "|---|---|---|---|"
         for check in self.checks:
             yield f"| {check.name} | {check.outcome} | {check.detail} | |"
-        for speed in self.decode:
-            yield (
-                f"| decode, {self.context} keys each | batch {speed.size} | {speed.tokens_per_s:.0f} | {speed.share:.0%} of "
-                "bandwidth |"
-            )
+        for name, speeds in (
+            ("decode", self.decode.computed),
+            ("decode and sample", self.decode.sampled),
+            ("decode and sample, steps ahead", self.decode.ahead),
+        ):
+            for speed in speeds:
+                what = f"{name}, {self.context} keys each"
+                yield f"| {what} | batch {speed.size} | {speed.tokens_per_s:.0f} | {speed.share:.0%} of bandwidth |"
         for speed in self.prefill:
             yield f"| prefill | {speed.size} tokens | {speed.tokens_per_s:.0f} | {speed.share:.0%} of GEMM peak |"

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu_check.fed_sequences import FedSequences
 from benchmarks.gpu_check.subject import Subject
+from llm_engine.cuda.device_steps import DeviceSteps
 from llm_engine.decoder_matrices import HEAD_MATRIX, decoder_matrices
 from llm_engine.device import settle
 from llm_engine.model_config import ModelConfig
@@ -42,7 +43,7 @@ class Limits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
     """``size`` is the batch of decode or the length of a prompt. ``share`` is of the limit: bytes of weights and keys for
-    decode, operations for prefill. Sampling is not in it; the logits' way to the host is."""
+    decode, operations for prefill."""
 
     size: int
     tokens_per_s: float
@@ -59,25 +60,48 @@ def measure_limits(device: torch.device, sizes: Sizes) -> Limits:
     return Limits(bytes_per_s=2 * sizes.copy_bytes / copy_s, flops_per_s=2 * sizes.gemm_rows**3 / gemm_s)
 
 
-def measure_decode(subject: Subject, sizes: Sizes, limits: Limits) -> list[Speed]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSpeeds:
+    """By batch. ``computed``: logits, which come to the host, without sampling. ``sampled``: drawn tokens, each step waited for
+    before the next begins; ``ahead``: afterwards."""
+
+    computed: tuple[Speed, ...]
+    sampled: tuple[Speed, ...]
+    ahead: tuple[Speed, ...]
+
+
+def measure_decode(subject: Subject, sizes: Sizes, limits: Limits) -> DecodeSpeeds:
     """With graphs, where there is a kernel. The keys in the cache are random: no prompt is computed for them."""
     num_tokens_each = sizes.context + _NUM_WARM_UPS + sizes.num_steps
     largest = max(sizes.decode_batches)
     cache = subject.new_cache(num_tokens_each, largest)
     cache.tensor.normal_()
     forward = subject.decode(cache, max_graph_rows=largest)
-    speeds = []
+    steps = DeviceSteps(forward, subject.device, is_ahead=True)
+    computed: list[Speed] = []
+    sampled: list[Speed] = []
+    ahead: list[Speed] = []
     for batch in sizes.decode_batches:
         sequences = FedSequences.random(
             cache, [num_tokens_each] * batch, num_tokens=subject.config.num_tokens, num_tokens_each=num_tokens_each
         )
-        sequences.num_fed = [sizes.context] * batch
-        indices = range(batch)
-        step_s = _seconds(lambda: sequences.step(forward, indices), subject.device, sizes.num_steps)  # noqa: B023
         key_bytes = batch * sizes.context * cache.layout.page_bytes / cache.layout.page_size
         num_bytes = 2 * sum(_num_weights(subject.config)) + key_bytes
-        speeds.append(Speed(size=batch, tokens_per_s=batch / step_s, share=num_bytes / step_s / limits.bytes_per_s))
-    return speeds
+
+        def speed(step_s: float, batch: int = batch, num_bytes: float = num_bytes) -> Speed:
+            return Speed(size=batch, tokens_per_s=batch / step_s, share=num_bytes / step_s / limits.bytes_per_s)
+
+        def decode(num_ahead: int, batch: int = batch, sequences: FedSequences = sequences) -> None:
+            sequences.num_fed = [sizes.context] * batch
+            sequences.decode(steps, range(batch), sizes.num_steps, num_ahead=num_ahead)
+
+        sequences.num_fed = [sizes.context] * batch
+        step_s = _seconds(lambda: sequences.step(forward, range(batch)), subject.device, sizes.num_steps)  # noqa: B023
+        computed.append(speed(step_s))
+        for num_ahead, speeds in ((0, sampled), (1, ahead)):
+            decode_s = _seconds(lambda: decode(num_ahead), subject.device, 3)  # noqa: B023
+            speeds.append(speed(decode_s / sizes.num_steps))
+    return DecodeSpeeds(computed=tuple(computed), sampled=tuple(sampled), ahead=tuple(ahead))
 
 
 def measure_prefill(subject: Subject, sizes: Sizes, limits: Limits) -> list[Speed]:

@@ -15,7 +15,7 @@ from llm_engine.cuda.plain_paged_kernel import PlainPagedKernel
 from llm_engine.decoder import Decoder
 from llm_engine.decoder_weights import DecoderWeights
 from llm_engine.device import CPU
-from llm_engine.forward import Forward
+from llm_engine.forward import DeviceForward
 from llm_engine.kv_cache import KVCache
 from llm_engine.layer_config import LayerConfig, Rope
 from llm_engine.model_config import ModelConfig
@@ -91,18 +91,20 @@ class Subject:
         num_pages = num_sequences * layout.num_pages_for(num_tokens_each)
         return KVCache(layout, num_pages, device=self.device, has_spare_page=True)
 
-    def by_torch(self, cache: KVCache) -> Forward:
+    def by_torch(self, cache: KVCache) -> DeviceForward:
         """The reference."""
         return self._forward(PhaseName.PREFILL, cache, None)
 
-    def prefill(self, cache: KVCache) -> Forward:
+    def prefill(self, cache: KVCache) -> DeviceForward:
         """As a prefill worker computes."""
         return self._forward(PhaseName.PREFILL, cache, self.kernel)
 
-    def decode(self, cache: KVCache, *, max_graph_rows: int) -> Forward:
+    def decode(self, cache: KVCache, *, max_graph_rows: int) -> DeviceForward:
         """As a decode worker computes."""
         return self._forward(PhaseName.DECODE, cache, self.kernel, max_graph_rows=max_graph_rows)
 
-    def _forward(self, phase: PhaseName, cache: KVCache, kernel: PagedKernel | None, *, max_graph_rows: int = 0) -> Forward:
+    def _forward(
+        self, phase: PhaseName, cache: KVCache, kernel: PagedKernel | None, *, max_graph_rows: int = 0
+    ) -> DeviceForward:
         recorder = RepeatRecorder() if self.device == CPU else None
         return cuda_forward(phase, self.decoder, self.config, cache, kernel, max_graph_rows=max_graph_rows, recorder=recorder)

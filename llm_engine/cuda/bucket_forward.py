@@ -13,19 +13,20 @@ from llm_engine.cuda.graph import Recorder
 from llm_engine.cuda.paged_attention import PagedAttention
 from llm_engine.cuda.paged_places import PagedPlaces
 from llm_engine.decoder import Decoder
-from llm_engine.forward import Forward, attention_rows
+from llm_engine.device import to_device
+from llm_engine.forward import DeviceForward, LateTokens, attention_rows
 from llm_engine.kv_cache import KVCache
 from llm_engine.step_plan import PlanRow, StepPlan
 
 
 class BucketForward:
-    """See ``Forward``. A step whose rows are single tokens is padded with rows that write and read the cache's spare page;
-    ``ragged`` computes all others, which have a replayed log among their rows: these steps are padded to no bucket.
+    """See ``DeviceForward``. A step whose rows are single tokens is padded with rows that write and read the cache's spare
+    page; ``ragged`` computes all others, which have a replayed log among their rows: these steps are padded to no bucket.
     ``num_table_pages`` is the most pages of a sequence.
     """
 
     def __init__(
-        self, decoder: Decoder, attention: PagedAttention, cache: KVCache, *, num_table_pages: int, ragged: Forward
+        self, decoder: Decoder, attention: PagedAttention, cache: KVCache, *, num_table_pages: int, ragged: DeviceForward
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -46,23 +47,23 @@ class BucketForward:
             bucket = self._bucket(size)
             self._graphs[size] = recorder.record(bucket.compute)
 
-    def logits(self, plan: StepPlan) -> Tensor | None:
+    def logits(self, plan: StepPlan, late: LateTokens | None = None) -> Tensor | None:
         rows = plan.rows
         if any(len(row.token_ids) != 1 for row in rows):
-            return self._ragged.logits(plan)
+            return self._ragged.logits(plan, late)
         sampled = [index for index, row in enumerate(rows) if row.sample is not None]
         own = attention_rows(rows)
         clear_entered_pages(self._cache, own)
         size = bucket_of(len(rows))
         bucket = self._bucket(size)
         padded = own + [self._padding] * (size - len(rows))
-        bucket.fill(rows, PagedPlaces.of(padded, self._cache.layout, num_table_pages=self._num_table_pages))
+        bucket.fill(rows, PagedPlaces.of(padded, self._cache.layout, num_table_pages=self._num_table_pages), late)
         self._graphs.get(size, bucket.compute)()
         if not sampled:
             return None
         if len(sampled) == len(rows):
             return bucket.logits[: len(rows)]
-        return bucket.logits[torch.tensor(sampled).to(self._decoder.device)]
+        return bucket.logits[to_device(torch.tensor(sampled), self._decoder.device)]
 
     def _bucket(self, size: int) -> _Bucket:
         if size not in self._buckets:
@@ -88,11 +89,14 @@ class _Bucket:
         self._positions = torch.zeros_like(places.pages)  # [num_rows]
         self.logits = logits
 
-    def fill(self, rows: Sequence[PlanRow], places: PagedPlaces) -> None:
+    def fill(self, rows: Sequence[PlanRow], places: PagedPlaces, late: LateTokens | None) -> None:
         padding = [0] * (len(self._token_ids) - len(rows))
-        self._token_ids.copy_(torch.tensor([row.token_ids[0] for row in rows] + padding))
-        self._positions.copy_(torch.tensor([row.start_position for row in rows] + padding))
-        self._places.copy_(places)
+        device = self._token_ids.device
+        self._token_ids.copy_(to_device(torch.tensor([row.token_ids[0] for row in rows] + padding), device))
+        if late is not None:
+            late.put_into(self._token_ids)
+        self._positions.copy_(to_device(torch.tensor([row.start_position for row in rows] + padding), device))
+        self._places.copy_(places.to(device))
 
     def compute(self) -> None:
         hidden = self._decoder.hidden_states(self._token_ids, self._positions, self._step)

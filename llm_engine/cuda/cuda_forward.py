@@ -12,7 +12,7 @@ from llm_engine.cuda.paged_attention import PagedAttention
 from llm_engine.cuda.paged_kernel import PagedKernel
 from llm_engine.cuda.placed_attention import PlacedAttention
 from llm_engine.decoder import Decoder
-from llm_engine.forward import EagerForward, Forward
+from llm_engine.forward import DeviceForward, EagerForward
 from llm_engine.kv_cache import KVCache
 from llm_engine.model_config import ModelConfig
 from serving_core.errors import ConfigError
@@ -30,16 +30,19 @@ def cuda_forward(
     *,
     max_graph_rows: int,
     recorder: Recorder | None = None,
-) -> Forward:
-    """Without a ``kernel`` torch attends, over gathered pages. Decode steps of up to ``max_graph_rows`` rows are launched as
-    CUDA graphs, 0 for none; a ``recorder`` takes the place of these. Raises ConfigError for pages that the kernel does not
-    take, and for graphs that do not fit onto the device."""
+) -> DeviceForward:
+    """Torch attends, over gathered pages, without a ``kernel`` and where the cache holds another type than the activations,
+    which no kernel here reads. Decode steps of up to ``max_graph_rows`` rows are launched as CUDA graphs, 0 for none; a
+    ``recorder`` takes the place of these. Raises ConfigError for pages that the kernel does not take, and for graphs that do
+    not fit onto the device."""
     scale, windows = config.attention_scale, [layer.sliding_window for layer in config.layers]
-    if cache.tensor.dtype != decoder.dtype:
-        raise ConfigError(
-            f"--kv-cache-dtype is {cache.layout.dtype.value}, but on CUDA keys and values have the type of the activations: "
-            "give --kv-cache-dtype auto."
+    if kernel is not None and cache.tensor.dtype != decoder.dtype:
+        _log.warning(
+            "keys and values in %s are read by torch, which is slower than %s: --kv-cache-dtype auto",
+            cache.layout.dtype.value,
+            kernel.name,
         )
+        kernel = None
     if kernel is None:
         inner = TorchAttention(cache, scale=scale, sliding_windows=windows)
         return EagerForward(decoder, PlacedAttention(inner, decoder.device), row_multiple=ROW_MULTIPLE)

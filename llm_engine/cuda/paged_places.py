@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llm_engine.attention import AttentionRow
+from llm_engine.device import to_device
 from serving_core.kv_page_layout import KVPageLayout
 
 
@@ -60,14 +61,14 @@ class PagedPlaces:
         return self.max_row_tokens == 1
 
     def to(self, device: torch.device) -> PagedPlaces:
-        """The same on ``device``."""
+        """The same, which is in host memory, on ``device``."""
         return PagedPlaces(
-            pages=self.pages.to(device),
-            slots=self.slots.to(device),
-            page_table=self.page_table.to(device),
-            num_keys=self.num_keys.to(device),
-            first_tokens=self.first_tokens.to(device),
-            first_keys=self.first_keys.to(device),
+            pages=to_device(self.pages, device),
+            slots=to_device(self.slots, device),
+            page_table=to_device(self.page_table, device),
+            num_keys=to_device(self.num_keys, device),
+            first_tokens=to_device(self.first_tokens, device),
+            first_keys=to_device(self.first_keys, device),
             max_row_tokens=self.max_row_tokens,
             max_row_keys=self.max_row_keys,
         )

@@ -7,29 +7,29 @@ from torch import Tensor
 
 
 class StagedBytes:
-    """``memory`` [num_bytes], uint8. Both verbs copy through pinned host memory on a stream of their own, so that they wait for
-    no step under way, and return when the copy is done. They may be called from any thread."""
+    """``memory`` is uint8; its parts are views of it. Both verbs copy through pinned host memory on a stream of their own, so
+    that they wait for no step under way, and return when the copy is done. They may be called from any thread."""
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+        self._is_pinned = memory.is_cuda
         self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None  # type: ignore[no-untyped-call]
         if memory.is_cuda:
             torch.cuda.synchronize(memory.device)  # what made the memory did so on another stream
 
-    def read(self, start: int, num_bytes: int) -> memoryview:
-        """A copy, which does not change any more."""
-        copy = self._host_memory(num_bytes)
-        self._copy(self._memory[start : start + num_bytes], copy)
+    def read(self, part: Tensor) -> memoryview:
+        """A copy of ``part`` [num_bytes], which does not change any more."""
+        copy = self._host_memory(part.numel())
+        self._copy(part, copy)
         return copy.numpy().data.toreadonly()
 
-    def write(self, start: int, payload: memoryview) -> None:
-        """Put ``payload`` at ``start``."""
-        copy = self._host_memory(payload.nbytes)
+    def write(self, part: Tensor, payload: memoryview) -> None:
+        """Fill ``part``, of any shape and strides, with as many bytes of ``payload``."""
+        copy = self._host_memory(part.numel())
         copy.numpy()[:] = payload.cast("B")
-        self._copy(copy, self._memory[start : start + payload.nbytes])
+        self._copy(copy.view(part.shape), part)
 
     def _host_memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._memory.is_cuda)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def _copy(self, source: Tensor, destination: Tensor) -> None:
         with torch.cuda.stream(self._stream):

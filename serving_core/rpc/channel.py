@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import grpc.aio
 
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.rpc.request_decoding import RequestDecoding
+from serving_core.rpc.token_check import TokenCheck
 
 KEEPALIVE_TIME_MS = 1000
 PING_TIMEOUT_MS = 1000
@@ -43,9 +45,9 @@ def open_channel(address: str, *, max_message_bytes: int = 64 << 20) -> grpc.aio
     return grpc.aio.insecure_channel(f"dns:///{address}", options=options)
 
 
-def make_server(*, max_message_bytes: int = 64 << 20) -> grpc.aio.Server:
-    """A server without services or port yet. Messages above ``max_message_bytes`` are refused by gRPC before they are read,
-    bytes that are no message by ``RequestDecoding``."""
+def make_server(*, token: ClusterToken = OPEN, max_message_bytes: int = 64 << 20) -> grpc.aio.Server:
+    """A server without services or port yet, for those who know ``token``. Messages above ``max_message_bytes`` are refused by
+    gRPC before they are read, bytes that are no message by ``RequestDecoding``."""
     options = (
         *_LIVENESS,
         *_SERVER_LIVENESS,
@@ -53,4 +55,4 @@ def make_server(*, max_message_bytes: int = 64 << 20) -> grpc.aio.Server:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
     )
-    return grpc.aio.server(interceptors=(RequestDecoding(),), options=options)
+    return grpc.aio.server(interceptors=(TokenCheck(token), RequestDecoding()), options=options)

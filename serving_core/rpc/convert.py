@@ -117,6 +117,7 @@ def request_to_pb(request: GenerateRequest) -> common_pb2.GenerateRequest:
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=request.output_token_ids,
         sampling=sampling_to_pb(request.sampling),
+        cache_salt=request.cache_salt,
     )
 
 
@@ -127,6 +128,7 @@ def request_from_pb(message: common_pb2.GenerateRequest) -> GenerateRequest:
         prompt_token_ids=tuple(message.prompt_token_ids),
         output_token_ids=tuple(message.output_token_ids),
         sampling=sampling_from_pb(message.sampling),
+        cache_salt=message.cache_salt,
     )
 
 
@@ -201,6 +203,7 @@ def commit_to_pb(commit: HandoffCommit) -> common_pb2.HandoffCommit:
         token_id=commit.token_id,
         logprobs=logprobs_to_pb(commit.logprobs),
         num_bytes_sent=commit.num_bytes_sent,
+        num_cached_tokens=commit.num_cached_tokens,
     )
 
 
@@ -213,6 +216,7 @@ def commit_from_pb(message: common_pb2.HandoffCommit) -> HandoffCommit:
         token_id=message.token_id,
         logprobs=logprobs_from_pb(message.logprobs) if message.HasField("logprobs") else None,
         num_bytes_sent=message.num_bytes_sent,
+        num_cached_tokens=message.num_cached_tokens,
     )
 
 
@@ -238,6 +242,7 @@ def event_to_pb(event: SequenceEvent) -> common_pb2.SequenceEvent:
             token_id=event.token_id,
             logprobs=logprobs_to_pb(event.logprobs),
             finish_reason=_FINISH_TO_PB[event.finish_reason] if event.finish_reason else common_pb2.FINISH_REASON_UNSPECIFIED,
+            num_cached_tokens=event.num_cached_tokens,
         )
         return common_pb2.SequenceEvent(token=token)
     if isinstance(event, SequenceEvicted):
@@ -262,6 +267,7 @@ def event_from_pb(message: common_pb2.SequenceEvent) -> SequenceEvent:
             token_id=token.token_id,
             logprobs=logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None,
             finish_reason=_finish_reason(token.finish_reason),
+            num_cached_tokens=token.num_cached_tokens,
         )
     if message.HasField("evicted"):
         return SequenceEvicted(key=key_from_pb(message.evicted.key), attempt=message.evicted.attempt)

@@ -5,15 +5,32 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import os
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from kv_transfer.fallback_transport import FallbackTransport
 from kv_transfer.grpc_page_service import GrpcPageService
 from kv_transfer.grpc_page_transport import GrpcPageTransport
+from kv_transfer.hold_off import HoldOff
 from kv_transfer.loopback_transport import LoopbackTransport
 from kv_transfer.page_frame import MAX_FRAME_BYTES
 from kv_transfer.page_transport import PageSink, PageTransport, Segment
+from kv_transfer.pair_thread import NAME as PAIR_THREAD_NAME
 from kv_transfer.receive_ledger import ReceiveLedger
+from kv_transfer.shared_memory_page_service import SharedMemoryPageService
+from kv_transfer.shared_memory_page_transport import SharedMemoryPageTransport
+from kv_transfer.shared_ring import FILE_NAME
+from kv_transfer.torch_distributed_page_service import TorchDistributedPageService
+from kv_transfer.torch_distributed_page_transport import TorchDistributedPageTransport
+from serving_core.clock import MonotonicClock
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import Incarnation, PageId, RequestId, ReservationId, SequenceKey, WorkerId
 from serving_core.kv_page_layout import KVDType, KVPageLayout
@@ -28,6 +45,7 @@ STALL_TIMEOUT_S = 0.6
 PATIENCE_S = 10.0
 """For all others, so that a busy machine is no stall."""
 DECODE = WorkerId("decode-0")
+TORCH_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop", "pt_tcpstore_uv")
 RESERVATION = ReservationId("00112233445566778899aabbccddeeff")
 
 
@@ -39,6 +57,7 @@ def make_ticket(
     num_prompt_tokens: int = NUM_PROMPT_TOKENS,
     num_cached_tokens: int = 0,
     incarnation: str = "first",
+    layout: KVPageLayout = LAYOUT,
 ) -> TransferTicket:
     return TransferTicket(
         reservation_id=reservation_id,
@@ -47,7 +66,7 @@ def make_ticket(
         decode_worker_id=DECODE,
         decode_incarnation=Incarnation(incarnation),
         decode_address=address,
-        layout=LAYOUT,
+        layout=layout,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=num_cached_tokens,
         lease_s=6.0,
@@ -114,7 +133,8 @@ class RecordingSink:
             raise Refused(RefusalCode.STALE_ATTEMPT, f"Attempt {attempt} is not {self._attempts[reservation_id]}.")
         for segment in self._ledgers[reservation_id].add(segments):
             page = self.pages[reservation_id][segment.page_ordinal]
-            page[segment.offset : segment.offset + segment.payload.nbytes] = segment.payload
+            place = segment.place_in(np.frombuffer(page, dtype=np.uint8))
+            place[...] = np.frombuffer(segment.payload, dtype=np.uint8).reshape(place.shape)
             self.num_copies += 1
 
     def assert_pages_equal_source(self, ticket: TransferTicket) -> None:
@@ -182,16 +202,82 @@ class GrpcPath:
         await self._server.stop(None)
 
 
-TRANSPORTS = ("loopback", "grpc")
+class SharedMemoryPath:
+    def __init__(self, stall_timeout_s: float) -> None:
+        self.sink = RecordingSink()
+        self.service = SharedMemoryPageService(self.sink)
+        self.transport: PageTransport = SharedMemoryPageTransport(max_unanswered_segments=4, stall_timeout_s=stall_timeout_s)
+        # nobody listens here, but nobody else has the address meanwhile
+        self._port = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._port.getsockname()[1]}"
+
+    async def break_way(self) -> None:
+        await self.service.close()
+
+    async def mend_way(self) -> None:
+        self.service.start(self.address, make_ticket().decode_incarnation)
+
+    async def close(self) -> None:
+        await self.transport.close()
+        await self.service.close()
+        self._port.close()
+
+
+class TorchDistributedPath:
+    """Without a hold-off, so that a way that was mended is taken at once."""
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self.sink = RecordingSink()
+        self.service = TorchDistributedPageService(self.sink, stall_timeout_s=stall_timeout_s)
+        self.transport: PageTransport = TorchDistributedPageTransport(
+            "127.0.0.1",
+            hold_off=HoldOff(MonotonicClock(), first_s=0.0),
+            max_unanswered_segments=4,
+            stall_timeout_s=stall_timeout_s,
+        )
+        self.address = "127.0.0.1:0"
+
+    async def break_way(self) -> None:
+        await self._server.stop(None)
+
+    async def mend_way(self) -> None:
+        self._server = make_server(max_message_bytes=MAX_FRAME_BYTES)
+        self.service.add_to_server(self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
+        self.service.start(self.address, make_ticket().decode_incarnation)
+        await self._server.start()
+
+    async def close(self) -> None:
+        await self.transport.close()
+        await self.service.close()
+        await self._server.stop(None)
+
+
+class FallbackPath(GrpcPath):
+    """A receiver out of shared memory's reach."""
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        super().__init__(stall_timeout_s)
+        self.transport = FallbackTransport([SharedMemoryPageTransport(stall_timeout_s=stall_timeout_s), self.transport])
+
+
+TRANSPORTS = ("loopback", "grpc", "shared_memory", "torch_distributed", "fallback")
 
 
 async def open_path(name: str, stall_timeout_s: float) -> PagePath:
     path: PagePath
     if name == "loopback":
-        path = LoopbackPath(stall_timeout_s)
-    else:
-        path = GrpcPath(stall_timeout_s)
-        await path.mend_way()
+        return LoopbackPath(stall_timeout_s)
+    match name:
+        case "grpc":
+            path = GrpcPath(stall_timeout_s)
+        case "shared_memory":
+            path = SharedMemoryPath(stall_timeout_s)
+        case "torch_distributed":
+            path = TorchDistributedPath(stall_timeout_s)
+        case _:
+            path = FallbackPath(stall_timeout_s)
+    await path.mend_way()
     return path
 
 
@@ -203,8 +289,45 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def assert_no_leaks() -> None:
-    """No task but the test's own is left; what was cancelled gets a moment to end."""
+    """No task but the test's own is left, no ring, and nothing of a pair; what was cancelled gets a moment to end."""
     left = asyncio.all_tasks() - {asyncio.current_task()}
     if left:
         await asyncio.wait(left, timeout=1.0)
     assert not [task for task in left if not task.done()]
+    await until(lambda: num_rings() == 0)
+    await until(lambda: num_pair_threads() == 0)
+
+
+def num_pair_threads() -> int:
+    """Threads of this process that belong to a pair: ours, gloo's and the store's."""
+    gc.collect()
+    ours = sum(thread.name.startswith(PAIR_THREAD_NAME) for thread in threading.enumerate())
+    return ours + sum(name.startswith(TORCH_THREADS) for name in thread_names())
+
+
+def thread_names() -> list[str]:
+    """What the kernel calls the threads of this process."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            names.append((task / "comm").read_text(encoding="utf-8").strip())
+    return names
+
+
+def num_rings() -> int:
+    """Descriptors and mappings of shared rings in this process, out of reach of Python's own."""
+    gc.collect()
+    return num_rings_of(os.getpid())
+
+
+def num_rings_of(pid: int) -> int:
+    """The same of another process."""
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").count(FILE_NAME)
+    return maps + sum(FILE_NAME in _target_of(link) for link in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _target_of(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:  # the one that was open for the listing
+        return ""

@@ -62,6 +62,7 @@ def make_handoff(path: PagePath, ticket: TransferTicket, committer: SinkCommitte
         clock=MonotonicClock(),
         backoff=Backoff(first_s=0.01, max_s=0.05),
         max_segment_bytes=MAX_SEGMENT_BYTES,
+        max_broken_s=PATIENCE_S,
     )
 
 
@@ -109,6 +110,7 @@ async def test_life_of_a_handoff(path: PagePath) -> None:
     assert handoff.num_broken_ways == 0
     assert handoff.transfer_s > 0
     assert handoff.exposed_s is not None
+    assert handoff.hidden_fraction is not None
     # 5. A late cancel is a no-op.
     handoff.cancel()
     await asyncio.sleep(0.01)

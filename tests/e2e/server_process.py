@@ -20,14 +20,17 @@ import httpx
 import psutil
 
 from serving_core.page_state import PagesSnapshot, PageState
+from serving_core.rpc.cluster_token import ClusterToken
 from serving_core.rpc.convert import pages_from_pb
 from serving_core.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twinpool.death_watch import DeathWatch
+from twinpool.server_token import TOKEN_VARIABLE
 
 TWINPOOL = Path(sys.executable).parent / "twinpool"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 MODEL = "smollm2-135m-instruct"
+TOKEN = ClusterToken("the-token-of-the-end-to-end-tests")
 REST = frozenset({PageState.FREE, PageState.CACHED})
 
 
@@ -44,7 +47,7 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env=os.environ | {"TMPDIR": str(self.temp_root)},
+                env=os.environ | {"TMPDIR": str(self.temp_root), TOKEN_VARIABLE: TOKEN.value},
                 start_new_session=True,  # so that Ctrl-C in the tests' terminal does not reach it
             )
         self._death_watch = DeathWatch([self.process.pid])  # tests that are killed leave no server behind
@@ -146,7 +149,9 @@ def serving(log: Path, *args: str) -> Iterator[ServerProcess]:
 def read_pages(address: str) -> PagesSnapshot:
     """A worker's page pool, asked of the worker itself."""
     with grpc.insecure_channel(address) as channel:
-        message = worker_pb2_grpc.WorkerStub(channel).GetPages(worker_pb2.GetPagesRequest(is_summary=True), timeout=5)
+        message = worker_pb2_grpc.WorkerStub(channel).GetPages(
+            worker_pb2.GetPagesRequest(is_summary=True), timeout=5, metadata=TOKEN.metadata
+        )
     return pages_from_pb(message)
 
 

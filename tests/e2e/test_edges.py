@@ -15,7 +15,7 @@ import pytest
 from router.chat_template import ChatMessage, read_chat_template
 from router.request_body import MAX_BODY_BYTES
 from tests.e2e.conftest import WINDOW
-from tests.e2e.server_process import MODEL, ServerProcess, read_pages
+from tests.e2e.server_process import MODEL, TOKEN, ServerProcess, read_pages
 from tests.e2e.streams import completion_body
 from twinpool.model_source import find_model
 
@@ -142,9 +142,10 @@ def test_noise_at_the_ports_of_the_workers_leaves_no_traceback(server: ServerPro
         with grpc.insecure_channel(worker["address"]) as channel:
             for method in ("Worker/GetPages", f"{worker['role'].capitalize()}/Release"):
                 call: Any = channel.unary_unary(f"/twinpool.v1.{method}")
-                with pytest.raises(grpc.RpcError) as error:
-                    call(b"\xff" * 16, timeout=10)
-                assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                for metadata, code in ((TOKEN.metadata, "INVALID_ARGUMENT"), ((), "UNAUTHENTICATED")):
+                    with pytest.raises(grpc.RpcError) as error:
+                        call(b"\xff" * 16, timeout=10, metadata=metadata)
+                    assert error.value.code().name == code
         assert read_pages(worker["address"]).is_sum_ok
     assert_still_works(server)
     with server.log.open("rb") as log:

@@ -114,7 +114,8 @@ async def test_a_prefill_worker_frozen_while_it_pushes(server: ServerProcess) ->
         # 1. a long prompt, undisturbed and again; its first pages arrive while the next are computed
         undisturbed = await run_stream(client, Stream(), LONG_PROMPT, max_tokens=8, ignore_eos=True)
         stream = Stream()
-        task = asyncio.create_task(run_stream(client, stream, LONG_PROMPT, max_tokens=8, ignore_eos=True))
+        computed_anew = run_stream(client, stream, LONG_PROMPT, max_tokens=8, ignore_eos=True, cache_salt="again")
+        task = asyncio.create_task(computed_anew)
         await until(lambda: read_pages(address).counts[PageState.FILLING] > 0, 30, "the first pages to arrive")
         # 2. frozen for 20 s; the router notices, and decode takes the attempt's pages back
         os.kill(pid, signal.SIGSTOP)

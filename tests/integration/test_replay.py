@@ -15,7 +15,7 @@ from llm_engine.kv_cache import KVCache
 from llm_engine.load_model import LoadedModel, load_model
 from llm_engine.model_runner import ModelRunner
 from llm_engine.page_pool import PagePool
-from llm_engine.phase import Phase
+from llm_engine.phase import Phase, finished
 from llm_engine.step_plan import StepPlan, StepResult
 from llm_engine.token_rules import TokenRules
 from prefill_worker.prefill_phase import PrefillPhase
@@ -102,7 +102,7 @@ class Worker:
         plan = phase.plan()
         if plan is None:
             return False
-        result = self.runner.run(plan)
+        result = finished(self.runner.run(plan))
         self._keep_kv(plan, result)
         phase.apply(plan, result)
         return True

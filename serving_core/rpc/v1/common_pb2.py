@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n serving_core/rpc/v1/common.proto\x12\x0btwinpool.v1\"7\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\"\xdd\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\r \x01(\x01\x12*\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x16.twinpool.v1.LogitBiasB\x0f\n\r_num_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\x9b\x01\n\x0fGenerateRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\"l\n\x0cKVPageLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\xa0\x02\n\x0eTransferTicket\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12%\n\x03key\x18\x02 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x05 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x06 \x01(\t\x12)\n\x06layout\x18\x07 \x01(\x0b\x32\x19.twinpool.v1.KVPageLayout\x12\x19\n\x11num_prompt_tokens\x18\x08 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x0f\n\x07lease_s\x18\n \x01(\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"H\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\"\xb7\x01\n\rHandoffCommit\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12%\n\x03key\x18\x02 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1a.twinpool.v1.TokenLogprobs\x12\x16\n\x0enum_bytes_sent\x18\x06 \x01(\x04\"\xc5\x01\n\nTokenEvent\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1a.twinpool.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\"B\n\x07Refusal\x12&\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x18.twinpool.v1.RefusalCode\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x81\x01\n\x0eSequenceFailed\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.twinpool.v1.FailureKind\x12\x0f\n\x07message\x18\x04 \x01(\t\"I\n\x0fSequenceEvicted\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xa2\x01\n\rSequenceEvent\x12(\n\x05token\x18\x01 \x01(\x0b\x32\x17.twinpool.v1.TokenEventH\x00\x12-\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\x1b.twinpool.v1.SequenceFailedH\x00\x12/\n\x07\x65victed\x18\x03 \x01(\x0b\x32\x1c.twinpool.v1.SequenceEvictedH\x00\x42\x07\n\x05\x65vent*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x80\x01\n\x0b\x46\x61ilureKind\x12\x1c\n\x18\x46\x41ILURE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46\x41ILURE_KIND_HANDOFF\x10\x01\x12\x1e\n\x1a\x46\x41ILURE_KIND_LEASE_EXPIRED\x10\x02\x12\x19\n\x15\x46\x41ILURE_KIND_INTERNAL\x10\x03*\xae\x03\n\x0bRefusalCode\x12\x1c\n\x18REFUSAL_CODE_UNSPECIFIED\x10\x00\x12#\n\x1fREFUSAL_CODE_RESOURCE_EXHAUSTED\x10\x01\x12\x1a\n\x16REFUSAL_CODE_TOO_LARGE\x10\x02\x12\x1e\n\x1aREFUSAL_CODE_STALE_ATTEMPT\x10\x03\x12$\n REFUSAL_CODE_UNKNOWN_RESERVATION\x10\x04\x12\x1e\n\x1aREFUSAL_CODE_LEASE_EXPIRED\x10\x05\x12\"\n\x1eREFUSAL_CODE_CHECKSUM_MISMATCH\x10\x06\x12\x1a\n\x16REFUSAL_CODE_MALFORMED\x10\x07\x12\x1b\n\x17REFUSAL_CODE_INCOMPLETE\x10\x08\x12\x1f\n\x1bREFUSAL_CODE_TOKEN_MISMATCH\x10\t\x12 \n\x1cREFUSAL_CODE_LAYOUT_MISMATCH\x10\n\x12\x1f\n\x1bREFUSAL_CODE_MODEL_MISMATCH\x10\x0b\x12\x19\n\x15REFUSAL_CODE_DRAINING\x10\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n serving_core/rpc/v1/common.proto\x12\x0btwinpool.v1\"7\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\"\xdd\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\r \x01(\x01\x12*\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x16.twinpool.v1.LogitBiasB\x0f\n\r_num_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\xaf\x01\n\x0fGenerateRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\"l\n\x0cKVPageLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\xa0\x02\n\x0eTransferTicket\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12%\n\x03key\x18\x02 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x05 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x06 \x01(\t\x12)\n\x06layout\x18\x07 \x01(\x0b\x32\x19.twinpool.v1.KVPageLayout\x12\x19\n\x11num_prompt_tokens\x18\x08 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x0f\n\x07lease_s\x18\n \x01(\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"H\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\"\xd2\x01\n\rHandoffCommit\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12%\n\x03key\x18\x02 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1a.twinpool.v1.TokenLogprobs\x12\x16\n\x0enum_bytes_sent\x18\x06 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\"\xe0\x01\n\nTokenEvent\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1a.twinpool.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\"B\n\x07Refusal\x12&\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x18.twinpool.v1.RefusalCode\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x81\x01\n\x0eSequenceFailed\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.twinpool.v1.FailureKind\x12\x0f\n\x07message\x18\x04 \x01(\t\"I\n\x0fSequenceEvicted\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.twinpool.v1.SequenceKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xa2\x01\n\rSequenceEvent\x12(\n\x05token\x18\x01 \x01(\x0b\x32\x17.twinpool.v1.TokenEventH\x00\x12-\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\x1b.twinpool.v1.SequenceFailedH\x00\x12/\n\x07\x65victed\x18\x03 \x01(\x0b\x32\x1c.twinpool.v1.SequenceEvictedH\x00\x42\x07\n\x05\x65vent*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x80\x01\n\x0b\x46\x61ilureKind\x12\x1c\n\x18\x46\x41ILURE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46\x41ILURE_KIND_HANDOFF\x10\x01\x12\x1e\n\x1a\x46\x41ILURE_KIND_LEASE_EXPIRED\x10\x02\x12\x19\n\x15\x46\x41ILURE_KIND_INTERNAL\x10\x03*\xae\x03\n\x0bRefusalCode\x12\x1c\n\x18REFUSAL_CODE_UNSPECIFIED\x10\x00\x12#\n\x1fREFUSAL_CODE_RESOURCE_EXHAUSTED\x10\x01\x12\x1a\n\x16REFUSAL_CODE_TOO_LARGE\x10\x02\x12\x1e\n\x1aREFUSAL_CODE_STALE_ATTEMPT\x10\x03\x12$\n REFUSAL_CODE_UNKNOWN_RESERVATION\x10\x04\x12\x1e\n\x1aREFUSAL_CODE_LEASE_EXPIRED\x10\x05\x12\"\n\x1eREFUSAL_CODE_CHECKSUM_MISMATCH\x10\x06\x12\x1a\n\x16REFUSAL_CODE_MALFORMED\x10\x07\x12\x1b\n\x17REFUSAL_CODE_INCOMPLETE\x10\x08\x12\x1f\n\x1bREFUSAL_CODE_TOKEN_MISMATCH\x10\t\x12 \n\x1cREFUSAL_CODE_LAYOUT_MISMATCH\x10\n\x12\x1f\n\x1bREFUSAL_CODE_MODEL_MISMATCH\x10\x0b\x12\x19\n\x15REFUSAL_CODE_DRAINING\x10\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'serving_core.rpc.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2013
-  _globals['_FINISHREASON']._serialized_end=2108
-  _globals['_FAILUREKIND']._serialized_start=2111
-  _globals['_FAILUREKIND']._serialized_end=2239
-  _globals['_REFUSALCODE']._serialized_start=2242
-  _globals['_REFUSALCODE']._serialized_end=2672
+  _globals['_FINISHREASON']._serialized_start=2087
+  _globals['_FINISHREASON']._serialized_end=2182
+  _globals['_FAILUREKIND']._serialized_start=2185
+  _globals['_FAILUREKIND']._serialized_end=2313
+  _globals['_REFUSALCODE']._serialized_start=2316
+  _globals['_REFUSALCODE']._serialized_end=2746
   _globals['_SEQUENCEKEY']._serialized_start=49
   _globals['_SEQUENCEKEY']._serialized_end=104
   _globals['_SAMPLINGPARAMS']._serialized_start=107
@@ -44,25 +44,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGITBIAS']._serialized_start=458
   _globals['_LOGITBIAS']._serialized_end=501
   _globals['_GENERATEREQUEST']._serialized_start=504
-  _globals['_GENERATEREQUEST']._serialized_end=659
-  _globals['_KVPAGELAYOUT']._serialized_start=661
-  _globals['_KVPAGELAYOUT']._serialized_end=769
-  _globals['_TRANSFERTICKET']._serialized_start=772
-  _globals['_TRANSFERTICKET']._serialized_end=1060
-  _globals['_TOKENLOGPROB']._serialized_start=1062
-  _globals['_TOKENLOGPROB']._serialized_end=1111
-  _globals['_TOKENLOGPROBS']._serialized_start=1113
-  _globals['_TOKENLOGPROBS']._serialized_end=1185
-  _globals['_HANDOFFCOMMIT']._serialized_start=1188
-  _globals['_HANDOFFCOMMIT']._serialized_end=1371
-  _globals['_TOKENEVENT']._serialized_start=1374
-  _globals['_TOKENEVENT']._serialized_end=1571
-  _globals['_REFUSAL']._serialized_start=1573
-  _globals['_REFUSAL']._serialized_end=1639
-  _globals['_SEQUENCEFAILED']._serialized_start=1642
-  _globals['_SEQUENCEFAILED']._serialized_end=1771
-  _globals['_SEQUENCEEVICTED']._serialized_start=1773
-  _globals['_SEQUENCEEVICTED']._serialized_end=1846
-  _globals['_SEQUENCEEVENT']._serialized_start=1849
-  _globals['_SEQUENCEEVENT']._serialized_end=2011
+  _globals['_GENERATEREQUEST']._serialized_end=679
+  _globals['_KVPAGELAYOUT']._serialized_start=681
+  _globals['_KVPAGELAYOUT']._serialized_end=789
+  _globals['_TRANSFERTICKET']._serialized_start=792
+  _globals['_TRANSFERTICKET']._serialized_end=1080
+  _globals['_TOKENLOGPROB']._serialized_start=1082
+  _globals['_TOKENLOGPROB']._serialized_end=1131
+  _globals['_TOKENLOGPROBS']._serialized_start=1133
+  _globals['_TOKENLOGPROBS']._serialized_end=1205
+  _globals['_HANDOFFCOMMIT']._serialized_start=1208
+  _globals['_HANDOFFCOMMIT']._serialized_end=1418
+  _globals['_TOKENEVENT']._serialized_start=1421
+  _globals['_TOKENEVENT']._serialized_end=1645
+  _globals['_REFUSAL']._serialized_start=1647
+  _globals['_REFUSAL']._serialized_end=1713
+  _globals['_SEQUENCEFAILED']._serialized_start=1716
+  _globals['_SEQUENCEFAILED']._serialized_end=1845
+  _globals['_SEQUENCEEVICTED']._serialized_start=1847
+  _globals['_SEQUENCEEVICTED']._serialized_end=1920
+  _globals['_SEQUENCEEVENT']._serialized_start=1923
+  _globals['_SEQUENCEEVENT']._serialized_end=2085
 # @@protoc_insertion_point(module_scope)

@@ -202,6 +202,8 @@ class GenerateRequest(google.protobuf.message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    cache_salt: builtins.bytes
     @property
     def key(self) -> Global___SequenceKey: ...
     @property
@@ -217,10 +219,11 @@ class GenerateRequest(google.protobuf.message.Message):
         prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         output_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         sampling: Global___SamplingParams | None = ...,
+        cache_salt: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "key", b"key", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
@@ -349,10 +352,12 @@ class HandoffCommit(google.protobuf.message.Message):
     TOKEN_ID_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     NUM_BYTES_SENT_FIELD_NUMBER: builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     reservation_id: builtins.str
     attempt: builtins.int
     token_id: builtins.int
     num_bytes_sent: builtins.int
+    num_cached_tokens: builtins.int
     @property
     def key(self) -> Global___SequenceKey: ...
     @property
@@ -366,10 +371,11 @@ class HandoffCommit(google.protobuf.message.Message):
         token_id: builtins.int = ...,
         logprobs: Global___TokenLogprobs | None = ...,
         num_bytes_sent: builtins.int = ...,
+        num_cached_tokens: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "logprobs", b"logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "key", b"key", "logprobs", b"logprobs", "num_bytes_sent", b"num_bytes_sent", "reservation_id", b"reservation_id", "token_id", b"token_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "key", b"key", "logprobs", b"logprobs", "num_bytes_sent", b"num_bytes_sent", "num_cached_tokens", b"num_cached_tokens", "reservation_id", b"reservation_id", "token_id", b"token_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HandoffCommit: typing_extensions.TypeAlias = HandoffCommit
@@ -384,11 +390,13 @@ class TokenEvent(google.protobuf.message.Message):
     TOKEN_ID_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     attempt: builtins.int
     index: builtins.int
     token_id: builtins.int
     finish_reason: Global___FinishReason.ValueType
     """UNSPECIFIED: the sequence goes on"""
+    num_cached_tokens: builtins.int
     @property
     def key(self) -> Global___SequenceKey: ...
     @property
@@ -402,10 +410,11 @@ class TokenEvent(google.protobuf.message.Message):
         token_id: builtins.int = ...,
         logprobs: Global___TokenLogprobs | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
+        num_cached_tokens: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "logprobs", b"logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "index", b"index", "key", b"key", "logprobs", b"logprobs", "token_id", b"token_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "index", b"index", "key", b"key", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "token_id", b"token_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TokenEvent: typing_extensions.TypeAlias = TokenEvent

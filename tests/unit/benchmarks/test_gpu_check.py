@@ -43,11 +43,15 @@ def test_it_runs_with_little_more_than_torch_and_writes_what_it_prints(tmp_path:
     assert run.returncode == 0, run.stderr
     report = json.loads(path.read_text())
     assert {check["outcome"] for check in report["checks"]} == {"passed"}
-    assert [speed["size"] for speed in report["decode"]] == [1, 2, 4]
+    decode = report["decode"]
+    for speeds in (decode["computed"], decode["sampled"], decode["ahead"]):
+        assert [speed["size"] for speed in speeds] == [1, 2, 4]
+        assert all(speed["tokens_per_s"] > 0 and speed["share"] > 0 for speed in speeds)
     assert [speed["size"] for speed in report["prefill"]] == [16, 64]
-    assert all(speed["tokens_per_s"] > 0 and speed["share"] > 0 for speed in report["decode"] + report["prefill"])
+    assert all(speed["tokens_per_s"] > 0 and speed["share"] > 0 for speed in report["prefill"])
     for line in (
         f"| decode, {report['context']} keys each | batch 4 |",
+        f"| decode and sample, steps ahead, {report['context']} keys each | batch 4 |",
         "| prefill | 64 tokens |",
         "| graphs on = graphs off | passed",
     ):

@@ -1,13 +1,14 @@
 """A prefill and a decode phase under any order of admissions, retries from any log, aborts, lease ends, evictions, lost and
-delivered segments."""
+delivered segments, with and without a prefix cache; many prompts begin alike."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serving_core.clock import ManualClock
 from serving_core.errors import RefusalCode, Refused, WorkerLost
@@ -15,6 +16,7 @@ from serving_core.generate_request import GenerateRequest
 from serving_core.ids import SequenceKey
 from serving_core.token_event import TokenEvent
 from serving_core.transfer_ticket import TransferTicket
+from tests.page_audit import assert_nothing_shared_is_written
 from tests.pages import assert_no_leaks
 from tests.phases import (
     LEASE_S,
@@ -24,10 +26,12 @@ from tests.phases import (
     PrefillSide,
     deliver,
     expected_tokens,
+    make_prompt,
     make_request,
     push_page,
 )
 
+COMMON_TEXT = make_prompt(10)
 EXPECTED_CODES = {
     RefusalCode.STALE_ATTEMPT,
     RefusalCode.LEASE_EXPIRED,
@@ -63,11 +67,23 @@ class PhasePairMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.decode = DecodeSide(self.clock, num_pages=8, max_num_seqs=3, max_waiting=2, max_replay_tokens=3)
-        self.prefill = PrefillSide(self.clock, num_pages=6, max_num_batched_tokens=5)
-        self.colocated_prefill = PrefillSide(beside=self.decode, max_num_batched_tokens=5)
         self.wanted: list[Wanted] = []
         self.handoffs: list[FakeHandoff] = []
+
+    @initialize(has_prefill_cache=st.booleans(), has_decode_cache=st.booleans())
+    def start_workers(self, has_prefill_cache: bool, has_decode_cache: bool) -> None:
+        self.decode = DecodeSide(
+            self.clock,
+            num_pages=8,
+            max_num_seqs=3,
+            max_waiting=2,
+            max_replay_tokens=3,
+            has_prefix_cache=has_decode_cache,
+        )
+        self.prefill = PrefillSide(self.clock, num_pages=6, max_num_batched_tokens=5, has_prefix_cache=has_prefill_cache)
+        self.colocated_prefill = PrefillSide(beside=self.decode, max_num_batched_tokens=5, has_prefix_cache=has_decode_cache)
+        for side in (self.decode, self.prefill, self.colocated_prefill):
+            side.runner.before_run = partial(assert_nothing_shared_is_written, side.pool)
 
     def _pick(self, number: int) -> Wanted:
         return self.wanted[number % len(self.wanted)]
@@ -114,10 +130,19 @@ class PhasePairMachine(RuleBasedStateMachine):
         wanted.requests.append(wanted.request)
 
     @precondition(lambda self: len(self.wanted) < 8)
-    @rule(num_prompt_tokens=st.integers(1, 10), max_tokens=st.integers(1, 20))
-    def ask(self, num_prompt_tokens: int, max_tokens: int) -> None:
+    @rule(
+        num_prompt_tokens=st.integers(1, 10),
+        num_own_tokens=st.integers(0, 10),
+        max_tokens=st.integers(1, 20),
+        salt=st.sampled_from([b"", b"", b"salt"]),
+    )
+    def ask(self, num_prompt_tokens: int, num_own_tokens: int, max_tokens: int, salt: bytes) -> None:
+        """Of the prompt the end is its own, all else that of every other."""
         name = f"r{len(self.wanted)}"
-        wanted = Wanted(make_request(num_prompt_tokens, name=name, max_tokens=max_tokens))
+        num_common = max(0, num_prompt_tokens - num_own_tokens)
+        own = make_request(num_prompt_tokens - num_common, name=name).prompt_token_ids if num_common < num_prompt_tokens else ()
+        prompt = COMMON_TEXT[:num_common] + own
+        wanted = Wanted(make_request(name=name, prompt_token_ids=prompt, max_tokens=max_tokens, cache_salt=salt))
         self.wanted.append(wanted)
         self._begin_attempt(wanted, 0)
         self._reserve(wanted)
@@ -263,7 +288,14 @@ class PhasePairMachine(RuleBasedStateMachine):
         ):
             statuses = [phase.status() for phase in phases]
             is_idle = all(status.num_running == status.num_waiting == 0 for status in statuses)
-            assert not is_idle or pool.num_free == pool.num_pages
+            assert not is_idle or pool.num_available == pool.num_pages
+
+    @invariant()
+    def no_page_is_shared_under_two_salts(self) -> None:
+        salts = {wanted.request.key: wanted.request.cache_salt for wanted in self.wanted}
+        for pool in (self.decode.pool, self.prefill.pool):
+            for record in pool.snapshot().pages:
+                assert len({salts[owner.key] for owner in record.owners}) <= 1
 
     @invariant()
     def streams_are_right(self) -> None:

@@ -34,6 +34,9 @@ TICKET = TransferTicket(
 )  # pages 1, 2 and 3
 
 
+MAX_BROKEN_S = 2.0
+
+
 class OnePage:
     """A pool whose pages all look alike; keeps the memory, so that tests can tell a view from a copy."""
 
@@ -45,7 +48,8 @@ class OnePage:
 
 
 class ScriptedTransport:
-    """Breaks at the numbered writes (from 1, over all streams), and before a clock tick of one second a write."""
+    """Breaks at the numbered writes (from 1, over all streams), and before a clock tick of one second a write. Accepts at a
+    flush, and at once when ``is_answering_early``."""
 
     name = "scripted"
 
@@ -55,6 +59,8 @@ class ScriptedTransport:
         self.num_open = 0
         self.num_opened = 0
         self.num_writes = 0
+        self.num_accepted = 0
+        self.is_answering_early = False
         self.written: list[Segment] = []
 
     @asynccontextmanager
@@ -76,9 +82,11 @@ class ScriptedTransport:
             raise WorkerLost("as the script says")
         self._clock.advance(1.0)
         self.written.append(segment)
+        if self.is_answering_early:
+            self.num_accepted = len(self.written)
 
     async def flush(self) -> None:
-        pass
+        self.num_accepted = len(self.written)
 
 
 class ScriptedCommitter:
@@ -95,9 +103,18 @@ class ScriptedCommitter:
 
 
 class House:
-    """A hand-off with everything around it under the test's hand. Delays are recorded and cost no time."""
+    """A hand-off with everything around it under the test's hand. Delays are recorded, and each costs ``seconds_per_delay``, or
+    with None as many as were asked for."""
 
-    def __init__(self, *, breaks_at: Sequence[int] = (), num_lost_commits: int = 0, max_segment_bytes: int = 48) -> None:
+    def __init__(
+        self,
+        *,
+        breaks_at: Sequence[int] = (),
+        num_lost_commits: int = 0,
+        max_segment_bytes: int = 48,
+        seconds_per_delay: float | None = 0.0,
+    ) -> None:
+        self._seconds_per_delay = seconds_per_delay
         self.clock = ManualClock()
         self.source = OnePage()
         self.transport = ScriptedTransport(self.clock, breaks_at)
@@ -113,10 +130,12 @@ class House:
             backoff=Backoff(first_s=1.0, max_s=3.0),
             sleep=self._sleep,
             max_segment_bytes=max_segment_bytes,
+            max_broken_s=MAX_BROKEN_S,
         )
 
     async def _sleep(self, seconds: float) -> None:
         self.delays.append(seconds)
+        self.clock.advance(seconds if self._seconds_per_delay is None else self._seconds_per_delay)
         await asyncio.sleep(0)
 
     @property
@@ -131,7 +150,7 @@ ALL = [(ordinal, offset, size) for ordinal in (1, 2, 3) for offset, size in ((0,
 async def test_pages_are_cut_into_views_of_the_pool() -> None:
     house = House()
     house.handoff.offer(PAGES)
-    house.handoff.finish(7, TokenLogprobs(logprob=-0.5))
+    house.handoff.finish(7, TokenLogprobs(logprob=-0.5), num_cached_tokens=2)
     await house.handoff.run()
     assert house.written == ALL
     assert all(segment.payload.obj is house.source.memory for segment in house.transport.written)
@@ -144,6 +163,7 @@ async def test_pages_are_cut_into_views_of_the_pool() -> None:
             token_id=7,
             logprobs=TokenLogprobs(logprob=-0.5),
             num_bytes_sent=3 * 64,
+            num_cached_tokens=2,
         )
     ]
     assert house.handoff.state is HandoffState.COMMITTED
@@ -155,10 +175,49 @@ async def test_times_are_those_of_the_clock() -> None:
     house.handoff.offer(PAGES)
     house.clock.advance(100.0)  # nothing is under way yet
     house.handoff.finish(7, None)
+    assert (house.handoff.exposed_s, house.handoff.hidden_fraction) == (None, None)
     await house.handoff.run()
-    assert house.handoff.transfer_s == 6.0
+    assert house.handoff.transfer_s == 6.25  # six segments of a second, and the commit
     assert house.handoff.exposed_s == 6.25
+    assert house.handoff.hidden_fraction == 0.0
     assert house.handoff.num_bytes_sent == 3 * 64
+
+
+async def test_what_goes_while_the_next_chunk_is_computed_is_hidden() -> None:
+    house = House()
+    run = asyncio.create_task(house.handoff.run())
+    house.handoff.offer(PAGES[:2])
+    await turn_the_loop()  # four segments leave during the last chunk
+    house.clock.advance(100.0)
+    house.handoff.offer(PAGES[2:])
+    house.handoff.finish(7, None)
+    await run
+    assert house.handoff.transfer_s == 6.25
+    assert house.handoff.exposed_s == 2.25
+    assert house.handoff.hidden_fraction == 1 - 2.25 / 6.25
+
+
+async def test_the_wait_after_a_broken_way_is_exposed_but_no_transfer() -> None:
+    house = House(breaks_at=[5], seconds_per_delay=None)
+    run = asyncio.create_task(house.handoff.run())
+    house.handoff.offer(PAGES[:2])
+    await turn_the_loop()
+    house.handoff.offer(PAGES[2:])
+    house.handoff.finish(7, None)
+    await run
+    assert house.delays == [1.0]
+    assert house.handoff.transfer_s == 6.25
+    assert house.handoff.exposed_s == 3.25
+    assert house.handoff.hidden_fraction == 1 - 3.25 / 6.25
+
+
+async def test_a_wait_longer_than_the_transfer_leaves_nothing_hidden() -> None:
+    house = House(breaks_at=[1, 2], seconds_per_delay=None)
+    house.handoff.offer(PAGES)
+    house.handoff.finish(7, None)
+    await house.handoff.run()
+    assert house.handoff.exposed_s == 1.0 + 2.0 + 6.25
+    assert house.handoff.hidden_fraction == 0.0
 
 
 async def test_no_stream_is_opened_before_there_is_something_to_send() -> None:
@@ -187,6 +246,47 @@ async def test_what_was_flushed_is_not_sent_again() -> None:
     assert house.transport.num_opened == 2
     assert house.handoff.num_bytes_sent == 3 * 64 + 48
     assert house.committer.commits[0].num_bytes_sent == 3 * 64
+
+
+async def test_whole_pages_that_were_accepted_before_the_way_broke_are_not_sent_again() -> None:
+    house = House(breaks_at=[4])
+    house.transport.is_answering_early = True
+    house.handoff.offer(PAGES)
+    house.handoff.finish(7, None)
+    await house.handoff.run()
+    assert house.written == [*ALL[:3], *ALL[2:]]  # of the second page one piece had come, which is no page
+
+
+async def test_a_way_that_stays_broken_ends_the_hand_off() -> None:
+    house = House(breaks_at=range(1, 100), seconds_per_delay=0.5)
+    house.handoff.offer(PAGES)
+    with pytest.raises(WorkerLost, match="as the script says"):
+        await house.handoff.run()
+    assert house.handoff.state is HandoffState.LOST
+    assert house.clock.now() == MAX_BROKEN_S
+    assert house.transport.num_open == 0
+    house.handoff.cancel()  # too late, and no error
+    await turn_the_loop()
+    assert house.handoff.state is HandoffState.LOST
+
+
+async def test_a_way_that_breaks_again_and_again_is_not_lost_while_something_gets_through() -> None:
+    house = House(breaks_at=[3, 4, 7, 8], seconds_per_delay=1.5)
+    house.transport.is_answering_early = True
+    house.handoff.offer(PAGES)
+    house.handoff.finish(7, None)
+    await house.handoff.run()
+    assert house.handoff.state is HandoffState.COMMITTED
+
+
+async def test_a_commit_that_nobody_answers_ends_the_hand_off() -> None:
+    house = House(num_lost_commits=100, seconds_per_delay=1.0)
+    house.handoff.offer(PAGES)
+    house.handoff.finish(7, None)
+    with pytest.raises(WorkerLost, match="as the script says"):
+        await house.handoff.run()
+    assert house.handoff.state is HandoffState.LOST
+    assert len(house.committer.commits) == 3
 
 
 async def test_delays_double_up_to_the_cap_and_start_over_after_progress() -> None:

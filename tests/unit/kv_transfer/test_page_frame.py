@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import google_crc32c
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.page_frame import HEADER_BYTES, MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, VERSION, decode_frame, encode_frame
 from kv_transfer.page_transport import Segment
+from serving_core.byte_stride import ByteStride
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import ReservationId
 
@@ -22,6 +24,16 @@ SEGMENTS = st.builds(
     page_ordinal=U32,
     offset=U32,
     payload=st.binary(min_size=1, max_size=300).map(memoryview),
+)
+STRIDED = st.builds(
+    lambda segment, num_runs, gap: replace(
+        segment,
+        payload=memoryview(bytes(segment.payload) * num_runs),
+        stride=ByteStride(run_bytes=segment.payload.nbytes, step_bytes=segment.payload.nbytes + gap),
+    ),
+    SEGMENTS,
+    st.integers(1, 4),
+    st.integers(1, 1000),
 )
 ONE = Segment(
     reservation_id=ReservationId("00112233445566778899aabbccddeeff"),
@@ -38,18 +50,32 @@ def refusal_of(frame: bytes) -> RefusalCode:
     return refused.value.code
 
 
-@given(SEGMENTS)
+@given(SEGMENTS | STRIDED)
 def test_a_segment_survives_its_frame(segment: Segment) -> None:
     assert decode_frame(encode_frame(segment)) == segment
 
 
 def test_the_bytes_of_a_frame_are_fixed() -> None:
     fields = bytes.fromhex(
-        "54574b56 01000000 00112233445566778899aabbccddeeff 01000000 02000000 03000000 0a000000",
+        "54574b56 02000000 00112233445566778899aabbccddeeff 01000000 02000000 03000000 0a000000 00000000 00000000",
     )
     checksum = google_crc32c.value(fields + b"page bytes")
     assert encode_frame(ONE) == fields + struct.pack("<I", checksum) + b"page bytes"
-    assert HEADER_BYTES == 44
+    assert HEADER_BYTES == 52
+
+
+def test_the_bytes_of_a_strided_frame_are_fixed() -> None:
+    frame = encode_frame(replace(ONE, stride=ByteStride(run_bytes=5, step_bytes=7)))
+    assert frame[36:48] == bytes.fromhex("0a000000 05000000 07000000")
+
+
+@pytest.mark.parametrize(
+    ("run_bytes", "step_bytes"), [(3, 7), (11, 12), (5, 5), (5, 4), (0, 7), (5, 0), (2**32 - 1, 2**32 - 1)]
+)
+def test_runs_that_cannot_be_are_refused(run_bytes: int, step_bytes: int) -> None:
+    fields = encode_frame(ONE)[:40] + struct.pack("<II", run_bytes, step_bytes)
+    checksum = google_crc32c.value(fields + b"page bytes")
+    assert refusal_of(fields + struct.pack("<I", checksum) + b"page bytes") is RefusalCode.MALFORMED
 
 
 def test_the_checksum_is_crc32c() -> None:
@@ -76,7 +102,7 @@ def test_arbitrary_bytes_are_refused(frame: bytes) -> None:
 
 @given(st.binary(max_size=100), U32)
 def test_arbitrary_bytes_behind_a_valid_start_are_refused(rest: bytes, claimed: int) -> None:
-    start = struct.pack("<4sI16sIIII", b"TWKV", VERSION, bytes(16), 1, 0, 0, claimed)
+    start = struct.pack("<4sI16sIIIIII", b"TWKV", VERSION, bytes(16), 1, 0, 0, claimed, 0, 0)
     assert refusal_of(start + rest) in (RefusalCode.MALFORMED, RefusalCode.CHECKSUM_MISMATCH)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.page_transport import Segment
 from kv_transfer.receive_ledger import ReceiveLedger
+from serving_core.byte_stride import ByteStride
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import ReservationId
 from serving_core.kv_page_layout import KVDType, KVPageLayout
@@ -17,13 +18,14 @@ FIRST_PAGE = 5
 NUM_PAGES = 3
 
 
-def segment(ordinal: int, offset: int, num_bytes: int) -> Segment:
+def segment(ordinal: int, offset: int, num_bytes: int, stride: ByteStride | None = None) -> Segment:
     return Segment(
         reservation_id=ReservationId("0" * 32),
         attempt=1,
         page_ordinal=ordinal,
         offset=offset,
         payload=memoryview(bytes(num_bytes)),
+        stride=stride,
     )
 
 
@@ -55,10 +57,30 @@ def test_what_is_out_of_range_is_refused(ledger: ReceiveLedger, ordinal: int, of
     assert_refused(ledger, [segment(ordinal, offset, num_bytes)])
 
 
-@pytest.mark.parametrize(("offset", "num_bytes"), [(15, 2), (16, 15), (16, 17), (17, 16), (31, 1), (0, 64), (20, 4)])
-def test_an_overlap_with_another_extent_is_refused(ledger: ReceiveLedger, offset: int, num_bytes: int) -> None:
+@pytest.mark.parametrize(("offset", "num_bytes"), [(15, 2), (16, 17), (17, 16), (31, 2), (0, 64), (0, 63)])
+def test_a_segment_of_which_a_part_has_arrived_is_refused(ledger: ReceiveLedger, offset: int, num_bytes: int) -> None:
     ledger.add([segment(5, 16, 16)])
     assert_refused(ledger, [segment(5, offset, num_bytes)])
+
+
+@pytest.mark.parametrize(("offset", "num_bytes"), [(16, 15), (31, 1), (20, 4)])
+def test_bytes_that_have_all_arrived_are_known_however_they_are_cut(ledger: ReceiveLedger, offset: int, num_bytes: int) -> None:
+    ledger.add([segment(5, 16, 16)])
+    assert ledger.add([segment(5, offset, num_bytes)]) == ()
+    assert ledger.num_bytes_received == 16
+
+
+def test_several_sources_fill_one_page_with_runs(ledger: ReceiveLedger) -> None:
+    wide, narrow = ByteStride(run_bytes=5, step_bytes=8), ByteStride(run_bytes=3, step_bytes=8)
+    first, second = segment(6, 0, 40, wide), segment(6, 5, 24, narrow)
+    assert ledger.add([second, first]) == (second, first)
+    assert ledger.num_bytes_received == 64
+    assert ledger.add([first, second, segment(6, 0, 64)]) == ()
+    assert_refused(ledger, [segment(6, 6, 24, narrow)])  # ends outside the page, although every byte of it is there
+    ledger.add([segment(7, 5, 24, narrow)])
+    assert_refused(ledger, [segment(7, 0, 24, narrow), segment(7, 3, 40, wide)])
+    assert_refused(ledger, [segment(7, 0, 64)])
+    assert ledger.add([segment(7, 0, 24, narrow)])
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(0, 16), (32, 1), (32, 32), (15, 1)])
@@ -89,31 +111,49 @@ def assert_refused(ledger: ReceiveLedger, segments: list[Segment]) -> None:
     assert ledger.num_bytes_received == before
 
 
-EXTENTS = st.tuples(st.integers(4, 8), st.integers(0, 64), st.integers(0, 65))
+EXTENTS = st.tuples(
+    st.integers(4, 8),
+    st.integers(0, 64),
+    st.integers(0, 65),
+    st.none()
+    | st.builds(lambda run, gap: ByteStride(run_bytes=run, step_bytes=run + gap), st.integers(1, 9), st.integers(1, 9)),
+)
+
+
+def bytes_of(extent: tuple[int, int, int, ByteStride | None]) -> set[tuple[int, int]]:
+    """Every byte of a segment, as (page ordinal, offset)."""
+    ordinal, offset, num_bytes, stride = extent
+    runs = [range(offset, offset + num_bytes)]
+    if stride is not None:
+        num_runs = num_bytes // stride.run_bytes
+        starts = [offset + number * stride.step_bytes for number in range(num_runs)]
+        runs = [range(start, start + stride.run_bytes) for start in starts]
+    return {(ordinal, byte) for run in runs for byte in run}
 
 
 @given(st.lists(st.lists(EXTENTS, max_size=4), max_size=20))
-def test_it_agrees_with_a_map_of_bytes(batches: list[list[tuple[int, int, int]]]) -> None:
+def test_it_agrees_with_a_map_of_bytes(batches: list[list[tuple[int, int, int, ByteStride | None]]]) -> None:
     ledger = ReceiveLedger(LAYOUT, FIRST_PAGE, NUM_PAGES)
-    extents: set[tuple[int, int, int]] = set()
+    there: set[tuple[int, int]] = set()
+    expected = {(ordinal, byte) for ordinal in range(FIRST_PAGE, FIRST_PAGE + NUM_PAGES) for byte in range(64)}
     for batch in batches:
-        after = set(extents)
+        after = set(there)
         is_good = True
-        for ordinal, offset, num_bytes in batch:
-            is_inside = FIRST_PAGE <= ordinal < FIRST_PAGE + NUM_PAGES and num_bytes > 0 and offset + num_bytes <= 64
-            overlaps = any(
-                ordinal == other and offset < start + length and start < offset + num_bytes
-                for other, start, length in after - {(ordinal, offset, num_bytes)}
-            )
-            is_good = is_good and is_inside and not overlaps
-            after.add((ordinal, offset, num_bytes))
+        new = []
+        batch = [(o, a, n // s.run_bytes * s.run_bytes if s else n, s) for o, a, n, s in batch]  # noqa: PLW2901
+        for extent in batch:
+            own = bytes_of(extent)
+            is_good = is_good and bool(own) and own <= expected and (own <= after or not own & after)
+            if not own <= after:
+                new.append(extent)
+            after |= own
         try:
-            new = ledger.add([segment(*extent) for extent in batch])
+            added = ledger.add([segment(*extent) for extent in batch])
         except Refused:
             assert not is_good
         else:
             assert is_good
-            assert {(s.page_ordinal, s.offset, s.payload.nbytes) for s in new} == after - extents
-            extents = after
-        assert ledger.num_bytes_received == sum(length for _, _, length in extents)
-        assert ledger.is_complete == (ledger.num_bytes_received == 192)
+            assert [(s.page_ordinal, s.offset, s.payload.nbytes, s.stride) for s in added] == new
+            there = after
+        assert ledger.num_bytes_received == len(there)
+        assert ledger.is_complete == (there == expected)

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from llm_engine.device import CPU, compute_device, num_usable_gpus, runs_on, settle, to_host
+from llm_engine.device import CPU, HostCopies, compute_device, num_usable_gpus, runs_on, settle, to_device, to_host
 
 WHEEL = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 
@@ -65,4 +65,12 @@ def test_machine_code_runs_on_its_major_version_and_ptx_on_all_later(
 def test_on_the_processor_nothing_is_copied_and_nothing_waited_for() -> None:
     tensor = torch.ones(3)
     assert to_host(tensor) is tensor
+    assert to_device(tensor, CPU) is tensor
     settle(CPU)
+
+
+def test_a_copy_keeps_what_was_there_when_it_began() -> None:
+    numbers, others = torch.arange(3), torch.ones(2)
+    copies = HostCopies.begin([numbers, others])
+    numbers += 5
+    assert [copy.tolist() for copy in copies.wait()] == [[0, 1, 2], [1.0, 1.0]]

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from llm_engine.kv_cache import KVCache
+from serving_core.byte_stride import ByteStride
 from serving_core.ids import PageId
 from serving_core.kv_page_layout import KVDType, KVPageLayout
 
@@ -75,23 +76,34 @@ def test_bytes_written_to_another_cache_are_equal_bits(cache: KVCache) -> None:
 
 
 def test_neighbours_are_out_of_reach(cache: KVCache) -> None:
+    for page in (-1, 5):
+        with pytest.raises(AssertionError):
+            cache.page_memory(PageId(page))
     page_bytes = cache.layout.page_bytes
-    with pytest.raises(AssertionError):
-        cache.write(PageId(0), page_bytes - 1, memoryview(b"xx"))
-    with pytest.raises(AssertionError):
-        cache.write(PageId(0), -1, memoryview(b"x"))
-    with pytest.raises(AssertionError):
-        cache.page_memory(PageId(5))
-    with pytest.raises(AssertionError):
-        cache.page_memory(PageId(-1))
+    for offset, num_bytes, stride in (
+        (-1, 2, None),
+        (page_bytes - 1, 2, None),
+        (page_bytes - 4, 2, ByteStride(run_bytes=1, step_bytes=4)),
+    ):
+        with pytest.raises(AssertionError, match="within one page"):
+            cache.write(PageId(4), offset, memoryview(b"\1" * num_bytes), stride)
+    assert not any(cache.page_memory(PageId(page)).tobytes().strip(b"\0") for page in range(5))
+
+
+def test_runs_are_written_and_what_lies_between_them_stays(cache: KVCache) -> None:
+    size = cache.layout.page_bytes
+    cache.write(PageId(1), 0, memoryview(b"." * size))
+    cache.write(PageId(1), size - 8, memoryview(b"abcdef"), ByteStride(run_bytes=2, step_bytes=3))
+    assert cache.page_memory(PageId(1)).tobytes() == b"." * (size - 8) + b"ab.cd.ef"
+    assert not any(cache.page_memory(PageId(page)).tobytes().strip(b"\0") for page in (0, 2, 3, 4))
 
 
 def test_what_is_stored_is_read_again_from_its_slots_alone(cache: KVCache) -> None:
     # 1. Three tokens into two pages of layer 1; whole numbers below 128 are exact in each type that has two bytes or a scale.
     key = torch.randint(-8, 9, (3, 2, 8)).float()
     value = key.flip(0)
-    key[:, :, 0], value[:, :, 0] = 127.0 if cache.layout.dtype is KVDType.INT8 else 8.0, -8.0
-    value[:, :, 1] = 127.0 if cache.layout.dtype is KVDType.INT8 else 8.0
+    largest = {KVDType.INT8: 127.0, KVDType.FP8: 448.0}.get(cache.layout.dtype, 8.0)  # so that the scale is 1
+    key[:, :, 0], value[:, :, 0], value[:, :, 1] = largest, -8.0, largest
     pages, slots = torch.tensor([3, 3, 0]), torch.tensor([2, 3, 0])
     cache.store(1, pages, slots, key, value)
 

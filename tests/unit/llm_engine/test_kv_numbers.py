@@ -5,11 +5,13 @@ import torch
 
 from llm_engine.kv_numbers import dequantize, quantize, to_cache_type
 
+BYTES = pytest.mark.parametrize("held", [torch.int8, torch.float8_e4m3fn])
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_number_comes_back_within_half_a_step_of_its_heads_scale(dtype: torch.dtype) -> None:
     heads = (torch.randn(40, 3, 64) * torch.logspace(-3, 3, 40).view(40, 1, 1)).to(dtype)
-    integers, scales = quantize(heads)
+    integers, scales = quantize(heads, torch.int8)
     assert integers.dtype is torch.int8
     assert torch.equal(scales, heads.float().abs().amax(-1) / 127)
     assert (integers.abs().amax(-1) == 127).all()
@@ -17,21 +19,34 @@ def test_a_number_comes_back_within_half_a_step_of_its_heads_scale(dtype: torch.
     assert (errors <= scales.unsqueeze(-1) * 0.50001).all()
 
 
-def test_zeros_and_the_smallest_numbers_stay_finite() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_of_eight_bits_three_hold_the_fraction(dtype: torch.dtype) -> None:
+    heads = (torch.randn(40, 3, 64) * torch.logspace(-3, 3, 40).view(40, 1, 1)).to(dtype)
+    numbers, scales = quantize(heads, torch.float8_e4m3fn)
+    assert numbers.dtype is torch.float8_e4m3fn
+    assert torch.equal(scales, heads.float().abs().amax(-1) / 448)
+    exact = heads.float()
+    errors = (dequantize(numbers, scales, torch.float32) - exact).abs()
+    smallest_steps = 2.0**-9 * scales.unsqueeze(-1)  # between the numbers that are next to zero
+    assert (errors <= torch.maximum(exact.abs() / 16, smallest_steps / 2) * 1.00001).all()
+
+
+@BYTES
+def test_zeros_and_the_smallest_numbers_stay_finite(held: torch.dtype) -> None:
     heads = torch.zeros(3, 4)
     heads[1] = 1e-45  # so small that its scale is zero
     heads[2, 0] = 1e-43  # so small that its scale is inexact
-    integers, scales = quantize(heads)
-    back = dequantize(integers, scales, torch.float32)
+    back = dequantize(*quantize(heads, held), torch.float32)
     assert not back[:2].any()
-    assert (back[2] - heads[2]).abs().max() < 3e-45
+    assert (back[2] - heads[2]).abs().max() < (3e-45 if held is torch.int8 else 1.1e-43)
 
 
+@BYTES
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_visible(poison: float) -> None:
+def test_what_is_no_number_stays_visible(poison: float, held: torch.dtype) -> None:
     heads = torch.ones(2, 4)
     heads[0, 1] = poison
-    back = dequantize(*quantize(heads), torch.float32)
+    back = dequantize(*quantize(heads, held), torch.float32)
     assert back[0].isnan().all()
     assert torch.equal(back[1], heads[1])
 

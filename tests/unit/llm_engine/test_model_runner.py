@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llm_engine.phase import finished
 from llm_engine.step_plan import PlanRow, StepPlan
 from serving_core.engine_config import Quantization
 from serving_core.ids import RequestId, SequenceKey
@@ -151,11 +152,11 @@ def test_a_row_without_a_sample_gets_no_token(path: Path) -> None:
         PlanRow(key=sequence.key, token_ids=(1, 2, 3), start_position=0, page_ids=sequence.page_ids, sample=sample)
         for sequence, sample in ((first, None), (second, greedy_spec()))
     )
-    result = engine.runner.run(StepPlan(phase=PhaseName.PREFILL, rows=rows))
+    result = finished(engine.runner.run(StepPlan(phase=PhaseName.PREFILL, rows=rows)))
     assert result.tokens[0] is None
     assert result.tokens[1] is not None
     assert result.failures == ()
-    silent = engine.runner.run(StepPlan(phase=PhaseName.PREFILL, rows=rows[:1]))
+    silent = finished(engine.runner.run(StepPlan(phase=PhaseName.PREFILL, rows=rows[:1])))
     assert silent.tokens == (None,)
 
 
@@ -194,7 +195,7 @@ def test_sampling_depends_on_the_seed_and_the_place_alone(path: Path) -> None:
             )
             for sequence in sequences
         )
-        tokens = engine.runner.run(StepPlan(phase=PhaseName.DECODE, rows=rows)).tokens
+        tokens = finished(engine.runner.run(StepPlan(phase=PhaseName.DECODE, rows=rows))).tokens
         assert tokens[-1] is not None
         return tokens[-1].token_id
 

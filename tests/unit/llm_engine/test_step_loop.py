@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from llm_engine.phase import PhaseStatus
+from llm_engine.phase import PhaseStatus, StepUnderWay
 from llm_engine.step_loop import StepLoop
 from llm_engine.step_plan import PlanRow, StepPlan, StepResult
 from serving_core.clock import ManualClock, MonotonicClock
@@ -70,7 +70,10 @@ class FakeRunner:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult | StepUnderWay:
+        return self.result_of(plan)
+
+    def result_of(self, plan: StepPlan) -> StepResult:
         self._log.append(f"run {plan.phase.value}")
         return StepResult(tokens=(None,) * len(plan.rows))
 
@@ -82,13 +85,14 @@ class Bench:
         self.log: list[str] = []
         self.prefill = FakePhase(PhaseName.PREFILL, self.log)
         self.decode = FakePhase(PhaseName.DECODE, self.log)
+        self.runner = FakeRunner(self.log)
         self.crashes: list[BaseException] = []
         self.has_crashed = threading.Event()
         self.loops: list[StepLoop] = []
 
     def loop(self, *, setup_thread: Callable[[], None] | None = None, clock: ManualClock | None = None) -> StepLoop:
         loop = StepLoop(
-            runner=FakeRunner(self.log),
+            runner=self.runner,
             phases=[self.prefill, self.decode],
             clock=clock or MonotonicClock(),
             on_crash=self._crash,
@@ -122,6 +126,39 @@ def test_one_turn_in_order(bench: Bench) -> None:
     assert sorted(bench.log[3:5]) == ["decode.expire", "prefill.expire"]
     decode, prefill = ["decode.plan", "run decode", "decode.apply"], ["prefill.plan", "run prefill", "prefill.apply"]
     assert bench.log[5:11] == decode + prefill
+
+
+class AheadRunner(FakeRunner):
+    """Leaves decode steps under way."""
+
+    def run(self, plan: StepPlan) -> StepResult | StepUnderWay:
+        result = self.result_of(plan)
+        return result if plan.phase is PhaseName.PREFILL else UnderWay(result, self._log)
+
+
+class UnderWay:
+    def __init__(self, result: StepResult, log: list[str]) -> None:
+        self._result = result
+        self._log = log
+
+    def wait(self) -> StepResult:
+        self._log.append("wait")
+        return self._result
+
+
+def test_a_step_under_way_is_applied_once_the_next_has_begun(bench: Bench) -> None:
+    bench.runner = AheadRunner(bench.log)
+    bench.decode.num_steps, bench.prefill.num_steps = 2, 1
+    loop = bench.loop()
+    loop.start()
+    for _ in range(4):
+        loop.call(lambda: None).result(WAIT_S)
+    steps = [entry for entry in bench.log if not entry.endswith("expire")]
+    begun = ["decode.plan", "run decode"]
+    prefill = ["prefill.plan", "run prefill", "prefill.apply"]
+    applied = ["wait", "decode.apply"]
+    assert steps[:12] == [*begun, *prefill, *begun, *applied, "prefill.plan", "decode.plan", *applied[:1]]
+    assert steps[12] == "decode.apply"
 
 
 def test_calls_run_on_the_engine_thread_and_answer(bench: Bench) -> None:

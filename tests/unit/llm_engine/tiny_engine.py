@@ -13,6 +13,7 @@ from llm_engine.kv_cache import KVCache
 from llm_engine.load_model import load_model
 from llm_engine.model_runner import ModelRunner
 from llm_engine.native.library import load_library
+from llm_engine.phase import finished
 from llm_engine.step_plan import PlanRow, SampledToken, SampleSpec, StepPlan, StepResult
 from serving_core.engine_config import Quantization
 from serving_core.ids import PageId, RequestId, SequenceKey
@@ -86,7 +87,7 @@ class TinyEngine:
                 )
             )
             sequence.num_fed = num_keys
-        result = self.runner.run(StepPlan(phase=phase, rows=tuple(rows)))
+        result = finished(self.runner.run(StepPlan(phase=phase, rows=tuple(rows))))
         for (sequence, _), token in zip(fed, result.tokens, strict=True):
             if token is not None:
                 sequence.results.append(token)

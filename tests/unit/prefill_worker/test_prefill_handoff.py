@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +105,32 @@ def test_life_of_a_prompt() -> None:
     assert_no_leaks(prefill.pool)
 
 
+@pytest.mark.parametrize(
+    ("page_size", "num_cached_tokens", "first_ordinal"), [(2, 0, 0), (2, 6, 1), (8, 0, 0), (8, 8, 2), (3, 3, 0), (3, 9, 2)]
+)
+def test_pages_are_this_workers_whatever_those_of_the_receiver_are(
+    page_size: int, num_cached_tokens: int, first_ordinal: int
+) -> None:
+    prefill = PrefillSide(max_num_batched_tokens=8)
+    layout = replace(LAYOUT, page_size=page_size)
+    ticket = replace(ticket_for(), layout=layout, num_cached_tokens=num_cached_tokens)
+    handoff = prefill.admit(REQUEST, ticket)
+    # 1. It takes as many pages as it needs itself, and offers those that are full.
+    prefill.step()
+    assert prefill.pool.counts()[PageState.USED] == NUM_PAGES
+    assert [ordinal for ordinal, _ in handoff.pages] == list(range(first_ordinal, 8 // LAYOUT.page_size))
+    # 2. With the prompt's end it offers the last one, in part.
+    prefill.step()
+    assert [ordinal for ordinal, _ in handoff.pages] == list(range(first_ordinal, NUM_PAGES))
+    assert handoff.commit is not None
+    # 3. A retry may lead to a worker with pages of yet another size.
+    prefill.end_handoff(handoff, WorkerLost("The way is lost."))
+    retry = prefill.admit(REQUEST, ticket_for(attempt=2))
+    assert [ordinal for ordinal, _ in retry.pages] == list(range(NUM_PAGES))
+    prefill.end_handoff(retry, None)
+    assert_no_leaks(prefill.pool)
+
+
 def test_a_second_start_of_the_same_attempt_changes_nothing() -> None:
     prefill = PrefillSide()
     first = start(prefill)
@@ -138,12 +165,12 @@ def test_abort_releases_from_every_state_and_is_idempotent(state: str) -> None:
 def test_pages_wait_for_a_cancelled_handoff_that_may_still_read_them(state: str) -> None:
     prefill = PrefillSide()
     handoff = STATES[state](prefill)
-    num_held = prefill.pool.num_pages - prefill.pool.num_free
+    num_held = prefill.pool.num_pages - prefill.pool.num_available
     prefill.phase.abort(REQUEST.key, 1)
     if handoff.has_ended:
         assert_no_leaks(prefill.pool)
     else:
-        assert prefill.pool.num_pages - prefill.pool.num_free == num_held
+        assert prefill.pool.num_pages - prefill.pool.num_available == num_held
         assert prefill.phase.status().num_running == 1
         prefill.end_handoff(handoff, None)
         assert_no_leaks(prefill.pool)
@@ -167,12 +194,12 @@ def test_the_end_of_the_lease_releases_from_every_state_and_is_told_once(state: 
 def test_a_lease_that_is_renewed_keeps_the_pages(state: str) -> None:
     prefill = PrefillSide()
     STATES[state](prefill)
-    num_free = prefill.pool.num_free
+    num_free = prefill.pool.num_available
     for _ in range(4):
         prefill.clock.advance(LEASE_S - 1)
         prefill.phase.renew(frozenset({REQUEST.key, make_request(name="unknown").key}))
         assert prefill.phase.expire(prefill.clock.now()) == prefill.clock.now() + LEASE_S
-    assert prefill.pool.num_free == num_free
+    assert prefill.pool.num_available == num_free
 
 
 @in_every_state
@@ -231,7 +258,7 @@ def test_when_the_reservation_is_gone_prefill_stops_and_keeps_its_pages(error: R
     assert prefill.step() is None
     (failure,) = prefill.sink.failures
     assert (failure.kind, failure.message) == (FailureKind.HANDOFF, str(error))
-    assert prefill.pool.num_pages - prefill.pool.num_free == NUM_PAGES
+    assert prefill.pool.num_pages - prefill.pool.num_available == NUM_PAGES
     prefill.phase.abort(REQUEST.key, 1)
     assert_no_leaks(prefill.pool)
 

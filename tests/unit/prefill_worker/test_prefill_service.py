@@ -9,6 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from llm_engine.engine_calls import run_between_steps
+from llm_engine.step_plan import StepPlan
 from prefill_worker.commit_client import CommitClient
 from prefill_worker.handoff import Handoff
 from prefill_worker.handoff_counters import DurationHistogram
@@ -60,8 +62,37 @@ async def test_a_request_crosses_two_workers_over_sockets() -> None:
         counters = prefill.prefill_service.counters
         assert (counters.num_acknowledged, counters.num_not_acknowledged) == (4, 0)
         assert counters.num_bytes_sent == (1 + 1 + 3 + 4) * LAYOUT.page_bytes
-        assert counters.transfer_s.num_observed == 4
+        assert counters.transfer_s.num_observed == counters.exposed_s.num_observed == 4
+        assert counters.exposed_s.total_s > 0
         assert prefill.sink.failures == decode.sink.failures == []
+
+
+async def test_finished_pages_leave_while_the_next_chunk_is_computed() -> None:
+    async with WorkerServer(is_prefill=True) as prefill, WorkerServer(is_decode=True) as decode:
+        # 1. The third chunk of eight tokens is not done before the decode worker has the four pages of the first two.
+        request = make_request(20)
+        have_arrived = threading.Event()
+
+        def compute(plan: StepPlan) -> None:
+            if plan.rows[0].start_position == 16:
+                assert have_arrived.wait(WAIT_S)
+
+        prefill.runner.before_run = compute
+        ticket = await reserve(decode, request)
+        assert await start(prefill, request, ticket) is None
+        async with asyncio.timeout(WAIT_S):
+            while await num_bytes_received(decode) < 4 * LAYOUT.page_bytes:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        # 2. The last page follows with the commit.
+        have_arrived.set()
+        await decode.sink.wait_until(lambda: len(decode.sink.tokens_of(request.key)) == 5)
+        await prefill.wait_until_free(16)
+        assert await num_bytes_received(decode) == 5 * LAYOUT.page_bytes
+        assert prefill.prefill_service.counters.num_acknowledged == 1
+
+
+async def num_bytes_received(decode: WorkerServer) -> int:
+    return await run_between_steps(decode.loop, lambda: decode.decode_phase.counters.num_kv_bytes)
 
 
 async def test_the_local_path_needs_no_transport() -> None:

@@ -42,7 +42,7 @@ from serving_core.transfer_ticket import TransferTicket
 from serving_core.worker_status import MetricFamily, PhaseName, WorkerHello, WorkerStatus
 
 LAYOUT = KVPageLayout(num_layers=2, num_kv_heads=1, head_dim=8, page_size=4, dtype=KVDType.FLOAT32)
-OTHER_LAYOUT = KVPageLayout(num_layers=2, num_kv_heads=1, head_dim=8, page_size=8, dtype=KVDType.FLOAT32)
+OTHER_LAYOUT = KVPageLayout(num_layers=3, num_kv_heads=1, head_dim=8, page_size=4, dtype=KVDType.FLOAT32)
 
 
 def make_hello(

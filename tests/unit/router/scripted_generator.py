@@ -24,6 +24,7 @@ class Script:
     hangs_after: int | None = None
     hangs_in_start: bool = False
     is_release_slow: bool = False
+    num_cached_tokens: int = 0
 
 
 class ScriptedGeneration:
@@ -51,6 +52,7 @@ class ScriptedGeneration:
                 token_id=token_id,
                 logprobs=self._logprobs(index, token_id),
                 finish_reason=script.finish_reason if is_last else None,
+                num_cached_tokens=0 if index else script.num_cached_tokens,
             )
         if script.hangs_after == len(script.token_ids):
             await asyncio.Event().wait()

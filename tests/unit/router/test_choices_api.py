@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,20 @@ async def test_prompts_times_n(stream: bool) -> None:
     assert len(set(keys)) == 6
     assert [key.choice_index for key in keys] == [0, 1] * 3, "a prompt is answered as if it had been sent alone"
     front.generator.assert_no_leaks()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_cached_tokens_are_those_of_each_prompts_first_answer(stream: bool) -> None:
+    def script_of(request: GenerateRequest) -> Script:
+        num_cached_tokens = request.num_prompt_tokens - 1 if request.key.choice_index else len(request.prompt_token_ids) // 2
+        return replace(answering("one two three"), num_cached_tokens=num_cached_tokens)
+
+    front = make_front(script_of=script_of)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    response = await front.complete(prompt=[[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]], n=3, **options)
+    usage = (chunks(response)[-1] if stream else response.json())["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2 + 3}
+    assert usage["prompt_tokens"] == 10
 
 
 async def test_equal_prompts_get_answers_of_their_own() -> None:

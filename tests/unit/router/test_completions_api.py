@@ -42,11 +42,26 @@ async def test_a_whole_chat_answer() -> None:
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": 4,
             "total_tokens": num_prompt_tokens + 4,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
     assert front.metrics.finished == [("stop", num_prompt_tokens, 4)]
     assert (len(front.metrics.first_tokens), len(front.metrics.inter_tokens)) == (1, 3)
     front.generator.assert_no_leaks()
+
+
+@pytest.mark.parametrize(("text", "salt"), [("tenant-1", b"tenant-1"), ("\u00e9", b"\xc3\xa9"), (None, b"")])
+async def test_a_cache_salt_goes_with_the_request(text: str | None, salt: bytes) -> None:
+    front = make_front(answering("Hello"))
+    for response in (await front.chat(cache_salt=text), await front.complete(cache_salt=text)):
+        assert response.status_code == 200, response.text
+    assert [request.cache_salt for request in front.generator.requests] == [salt, salt]
+
+
+async def test_the_token_that_completes_a_stop_string_tells_what_was_cached() -> None:
+    front = make_front(Script(token_ids=ids_of("Hello there!"), num_cached_tokens=2))
+    response = await front.complete(prompt=[1, 2, 3], stop="Hello")
+    assert response.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 async def test_a_whole_completion() -> None:
@@ -55,7 +70,8 @@ async def test_a_whole_completion() -> None:
     assert response.json()["id"] == "cmpl-0002"
     assert response.json()["object"] == "text_completion"
     assert response.json()["choices"] == [{"index": 0, "text": " blue and", "logprobs": None, "finish_reason": "length"}]
-    assert response.json()["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    usage = response.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 2, 5)
     front.generator.assert_no_leaks()
 
 

@@ -22,7 +22,12 @@ async def test_a_whole_answer() -> None:
         "text": "Hello there!",
         "token_ids": [*ids_of("Hello there!"), EOS],
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 1, "completion_tokens": 4, "total_tokens": 5},
+        "usage": {
+            "prompt_tokens": 1,
+            "completion_tokens": 4,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
         "request_id": "gen-0002",
     }
     request = front.generator.requests[0]

@@ -42,6 +42,7 @@ BAD_OPTIONS: list[tuple[str, object]] = [
     *(("stream", value) for value in (1, "true")),
     *(("stream_options", value) for value in ({"include_usage": True}, {}, 5)),
     ("model", 5),
+    *(("cache_salt", value) for value in ("", "a" * 257, "\ud83d", 5, ["a"])),
     *(("n", value) for value in (0, -1, 129, "1", True)),
     ("best_of", 2),
     *(("presence_penalty", value) for value in (2.5, 50, "0", False)),

@@ -58,11 +58,15 @@ async def test_worker_is_taken_in_and_lost(pair: Pair, workers: list[FakeWorker]
     [
         ({"model_name": "other"}, RefusalCode.MODEL_MISMATCH, ("'other'", "'tiny'")),
         ({"model_print": "print-b"}, RefusalCode.MODEL_MISMATCH, ("print-b", "print-a")),
-        ({"layout": OTHER_LAYOUT}, RefusalCode.LAYOUT_MISMATCH, (OTHER_LAYOUT.layout_print, "prefill-0")),
         (
-            {"layout": replace(LAYOUT, dtype=KVDType.INT8)},
+            {"layout": OTHER_LAYOUT},
             RefusalCode.LAYOUT_MISMATCH,
-            ("dtype is int8 at decode-0 and float32 at prefill-0",),
+            (OTHER_LAYOUT.layout_print, "num_layers is 3 at decode-0 and 2 at prefill-0"),
+        ),
+        (
+            {"layout": replace(LAYOUT, dtype=KVDType.INT8, page_size=32)},
+            RefusalCode.LAYOUT_MISMATCH,
+            ("prefill-0, whose layout is", ": dtype is int8 at decode-0 and float32 at prefill-0."),
         ),
     ],
 )
@@ -104,6 +108,12 @@ async def test_workers_of_a_phase_must_compute_alike(pair: Pair, workers: list[F
 async def test_layouts_of_one_phase_may_differ(pair: Pair, workers: list[FakeWorker]) -> None:
     workers.append(await FakeWorker("decode-0", DECODE).join(pair.address))
     workers.append(await FakeWorker("decode-1", DECODE, layout=OTHER_LAYOUT).join(pair.address))
+    assert workers[1].was_welcome
+
+
+async def test_page_sizes_may_differ_between_the_phases(pair: Pair, workers: list[FakeWorker]) -> None:
+    workers.append(await FakeWorker("decode-0", DECODE).join(pair.address))
+    workers.append(await FakeWorker("prefill-0", PREFILL, layout=replace(LAYOUT, page_size=16)).join(pair.address))
     assert workers[1].was_welcome
 
 

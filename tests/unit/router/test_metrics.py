@@ -18,6 +18,7 @@ from serving_core.worker_status import MetricFamily, MetricSample
 PROMISED = (
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),
     *("prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total"),
     *("inter_token_latency_seconds_count", "e2e_request_latency_seconds_count", "request_success_total", "pages"),
     *("pd_decision_total", "kv_transfer_bytes_total", "kv_transfer_seconds_count", "lease_expired_total"),
     "kv_writes_refused_total",

@@ -65,7 +65,7 @@ class Listener:
 class Setting:
     """A directory on a clock of the test's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, come_cold: bool = False) -> None:
         self.clock = ManualClock()
         self.tasks = BackgroundTasks()
         self.calls: list[NoCalls] = []
@@ -74,6 +74,7 @@ class Setting:
             dead_after_s=3.0,
             connect=self._connect,
             tasks=self.tasks,
+            come_cold=come_cold,
             max_hold_s=0.05,
             max_silence_s=MAX_SILENCE_S,
         )
@@ -155,6 +156,31 @@ async def test_states_of_a_worker_id(setting: Setting) -> None:
     assert setting.states() == {"decode-0": "starting"}
     directory.mark_dead(WorkerId("nobody"))
     assert setting.states() == {"decode-0": "starting"}
+
+
+async def test_a_process_that_comes_cold_serves_once_it_is_warm() -> None:
+    setting = Setting(come_cold=True)
+    directory = setting.directory
+    # 1. ready in all but its caches
+    worker = setting.register_ready(make_hello("both-0", {PREFILL, DECODE}))
+    assert setting.states() == {"both-0": "starting"}
+    assert directory.missing_phases() == ["prefill", "decode"]
+    assert (directory.connected(), directory.serving()) == ([worker], [])
+    worker.become_warm()
+    assert setting.states() == {"both-0": "ready"}
+    assert directory.missing_phases() == []
+    assert directory.serving() == [worker]
+    # 2. a link that broke changes nothing about the process, another process is cold
+    setting.register_ready(make_hello("both-0", {PREFILL, DECODE}))
+    assert setting.states() == {"both-0": "ready"}
+    setting.register_ready(make_hello("both-0", {PREFILL, DECODE}, incarnation="second"))
+    assert setting.states() == {"both-0": "starting"}
+    # 3. one that drains is not waited for
+    (again,) = directory.connected()
+    again.take_status(make_status(is_draining=True))
+    assert setting.states() == {"both-0": "draining"}
+    directory.close()
+    await setting.tasks.join()
 
 
 async def test_a_worker_that_was_wrongly_taken_for_gone_returns(setting: Setting) -> None:

@@ -41,6 +41,7 @@ REQUEST = GenerateRequest(
     prompt_token_ids=(1, 2),
     output_token_ids=(3,),
     sampling=SamplingParams(max_tokens=4, stop_token_ids=(5,), num_logprobs=1, logit_bias=((6, 1.0),)),
+    cache_salt=b"\xff salt",
 )
 TICKET = TransferTicket(
     reservation_id=ReservationId("0" * 32),
@@ -61,6 +62,7 @@ COMMIT = HandoffCommit(
     token_id=7,
     logprobs=TokenLogprobs(logprob=-0.5, top=((7, -0.5),)),
     num_bytes_sent=2**40,
+    num_cached_tokens=16,
 )
 HELLO = WorkerHello(
     worker_id=WorkerId("both-0"),
@@ -124,9 +126,10 @@ samplings = st.builds(
     sampling=samplings,
     prompt=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5).map(tuple),
     outputs=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
+    salt=st.binary(max_size=1024),
 )
-def test_request_round_trip(sampling: SamplingParams, prompt: tuple[int, ...], outputs: tuple[int, ...]) -> None:
-    request = GenerateRequest(key=KEY, prompt_token_ids=prompt, sampling=sampling, output_token_ids=outputs)
+def test_request_round_trip(sampling: SamplingParams, prompt: tuple[int, ...], outputs: tuple[int, ...], salt: bytes) -> None:
+    request = GenerateRequest(key=KEY, prompt_token_ids=prompt, sampling=sampling, output_token_ids=outputs, cache_salt=salt)
     assert convert.request_from_pb(convert.request_to_pb(request)) == request
 
 
@@ -140,7 +143,7 @@ def test_ticket_and_commit_round_trip() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        TokenEvent(key=KEY, attempt=1, index=0, token_id=5),
+        TokenEvent(key=KEY, attempt=1, index=0, token_id=5, num_cached_tokens=32),
         TokenEvent(key=KEY, attempt=1, index=9, token_id=5, finish_reason=FinishReason.LENGTH),
         TokenEvent(key=KEY, attempt=1, index=0, token_id=5, logprobs=TokenLogprobs(logprob=-1.0)),
         SequenceFailed(key=KEY, attempt=2, kind=FailureKind.INTERNAL, message="why"),
@@ -189,6 +192,9 @@ def test_requests_that_break_the_contract_are_refused() -> None:
     message = convert.request_to_pb(REQUEST)
     message.sampling.temperature = math.nan
     assert "temperature is nan" in refusal_of(convert.request_from_pb, message)
+    message = convert.request_to_pb(REQUEST)
+    message.cache_salt = bytes(1025)
+    assert "the cache salt has 1025 bytes, above 1024" in refusal_of(convert.request_from_pb, message)
     assert "the router's id is empty" in refusal_of(convert.router_id_from_pb, "")  # type: ignore[arg-type]
 
 
@@ -316,6 +322,7 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_FLOAT: st.floats(width=32),
     FieldDescriptor.TYPE_ENUM: st.integers(-(2**31), 2**31 - 1) | st.integers(0, 3),
     FieldDescriptor.TYPE_STRING: st.text(max_size=300) | st.sampled_from(["", "unix:x", "float32", "decode", "a:1"]),
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=1100),
     FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1) | st.integers(0, 2),
     FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1) | st.integers(0, 2),
 }

@@ -13,12 +13,12 @@ NUM_ROWS = 30 * 2 * 16 * 3
 
 @pytest.mark.parametrize(
     ("dtype", "row_bytes"),
-    [(KVDType.FLOAT32, 256), (KVDType.BFLOAT16, 128), (KVDType.FLOAT16, 128), (KVDType.INT8, 64 + 4)],
+    [(KVDType.FLOAT32, 256), (KVDType.BFLOAT16, 128), (KVDType.FLOAT16, 128), (KVDType.INT8, 64 + 4), (KVDType.FP8, 64 + 4)],
 )
 def test_bytes_are_those_of_numbers_and_scales(dtype: KVDType, row_bytes: int) -> None:
     layout = replace(LAYOUT, dtype=dtype)
     assert layout.page_bytes == NUM_ROWS * row_bytes == layout.number_bytes + layout.scale_bytes
-    assert layout.scale_bytes == (NUM_ROWS * 4 if dtype is KVDType.INT8 else 0)
+    assert layout.scale_bytes == (NUM_ROWS * 4 if dtype in (KVDType.INT8, KVDType.FP8) else 0)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_scales_never_lie_askew() -> None:
     assert replace(odd, dtype=KVDType.INT8, head_dim=2).page_bytes == 2 * 2 + 2 * 4
 
 
-def test_differences_are_told_by_name() -> None:
-    other = replace(LAYOUT, dtype=KVDType.INT8, page_size=32)
-    words = LAYOUT.differences(other, own_place="here", other_place="there")
-    assert words == "page_size is 16 here and 32 there, dtype is bfloat16 here and int8 there"
-    assert LAYOUT.differences(LAYOUT, own_place="here", other_place="there") == ""
+def test_obstacles_are_told_by_name_and_page_sizes_are_none() -> None:
+    other = replace(LAYOUT, dtype=KVDType.INT8, page_size=32, num_layers=2)
+    words = LAYOUT.obstacle_to(other, own_place="here", other_place="there")
+    assert words == "num_layers is 30 here and 2 there, dtype is bfloat16 here and int8 there"
+    assert LAYOUT.obstacle_to(replace(LAYOUT, page_size=32), own_place="here", other_place="there") == ""

@@ -14,6 +14,7 @@ from tests.tiny_model_folder import change_json, write_tiny_folder
 from twinpool import serve_command
 from twinpool.cli import main, make_parser
 from twinpool.serve_config import ServeConfig, make_serve_config
+from twinpool.transfer_way import TransferWay
 
 
 def refusal_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -102,17 +103,30 @@ def test_colocated_goes_with_no_worker_count(capsys: pytest.CaptureFixture[str])
     assert "--decode-workers" in error
 
 
-def test_transfers_to_come_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "not there yet" in refusal_of(capsys, "serve", "--transfer", "shared_memory")
+def test_an_unknown_transfer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown" in refusal_of(capsys, "serve", "--transfer", "pigeon")
 
 
-def test_phases_must_agree_on_pages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--prefill-block-size" in refusal_of(capsys, "serve", "--prefill-block-size", "32")
+def test_the_fabric_is_trusted_when_that_is_said() -> None:
+    assert not config_of().trusts_fabric
+    assert config_of("--trust-fabric").trusts_fabric
+
+
+@pytest.mark.parametrize("way", TransferWay)
+def test_every_way_of_pages_can_be_asked_for(way: TransferWay) -> None:
+    assert config_of("--transfer", way.value).transfer is way
+
+
+def test_phases_may_differ_in_the_size_of_their_pages() -> None:
+    config = config_of("--prefill-block-size", "16", "--decode-block-size", "32")
+    assert (config.prefill.block_size, config.decode.block_size) == (16, 32)
+
+
+def test_phases_must_agree_on_the_type_of_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal_of(capsys, "serve", "--dtype", "float32", "--decode-dtype", "bfloat16")
     assert "--decode-dtype" in error
     error = refusal_of(capsys, "serve", "--dtype", "bfloat16", "--decode-kv-cache-dtype", "int8")
-    assert "--prefill-kv-cache-dtype and --decode-kv-cache-dtype differ, bfloat16 and int8, but pages are handed over" in error
+    assert "--prefill-kv-cache-dtype and --decode-kv-cache-dtype differ, bfloat16 and int8, but keys and values are" in error
 
 
 def test_the_cache_has_the_type_of_the_weights_or_its_own() -> None:
@@ -129,7 +143,7 @@ def test_the_cache_has_the_type_of_the_weights_or_its_own() -> None:
 
 def test_fp8_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal_of(capsys, "serve", "--kv-cache-dtype", "fp8")
-    assert "--kv-cache-dtype is fp8, which is for GPUs" in error
+    assert "--kv-cache-dtype is fp8, which is for GPUs, and workers compute on CPUs: give int8" in error
     assert error.count("\n") == 1
 
 
@@ -158,6 +172,26 @@ def test_each_phase_may_be_eager() -> None:
     assert eager() == (False, False)
     assert eager("--enforce-eager") == (True, True)
     assert eager("--decode-enforce-eager", "--colocated") == (False, True)
+
+
+def test_each_phase_may_keep_prefixes(capsys: pytest.CaptureFixture[str]) -> None:
+    def is_on(*argv: str) -> tuple[bool, bool]:
+        config = config_of(*argv)
+        return config.prefill.enable_prefix_caching, config.decode.enable_prefix_caching
+
+    assert is_on() == (True, True)
+    assert is_on("--no-enable-prefix-caching") == (False, False)
+    assert is_on("--no-enable-prefix-caching", "--enable-prefix-caching") == (True, True)
+    assert is_on("--decode-no-enable-prefix-caching") == (True, False)
+    assert is_on("--no-enable-prefix-caching", "--prefill-enable-prefix-caching") == (True, False)
+    error = refusal_of(capsys, "serve", "--colocated", "--decode-no-enable-prefix-caching")
+    assert "--prefill-enable-prefix-caching and --decode-enable-prefix-caching differ, on and off" in error
+
+
+def test_steps_ahead_can_be_left_out() -> None:
+    assert config_of().decode.async_scheduling
+    assert not config_of("--no-async-scheduling").decode.async_scheduling
+    assert not config_of("--decode-no-async-scheduling").decode.async_scheduling
 
 
 def test_an_eager_phase_takes_no_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,3 +297,26 @@ def test_ctrl_c_before_it_serves_needs_no_words(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(serve_command, "serve_command", interrupt)
     assert main(["serve"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_warm_prompts_are_files_in_their_order() -> None:
+    assert config_of("--warm-prompt", "b.txt", "--warm-prompt=a.json").warm_prompts == (Path("b.txt"), Path("a.json"))
+    assert config_of().warm_prompts == ()
+
+
+@pytest.mark.parametrize("switch", ["--no-enable-prefix-caching", "--prefill-no-enable-prefix-caching"])
+def test_warm_prompts_need_a_cache(capsys: pytest.CaptureFixture[str], switch: str) -> None:
+    assert "--warm-prompt needs the prefix cache of prefill" in refusal_of(capsys, "serve", "--warm-prompt", "a.txt", switch)
+    assert config_of("--warm-prompt", "a.txt", "--decode-no-enable-prefix-caching").warm_prompts
+
+
+def test_a_warm_prompt_that_cannot_be_used_is_refused_before_anything_is_started(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, file = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "warm.txt"
+    argv = ("serve", str(model), "--port", "0", "--max-model-len", "64", "--warm-prompt", str(file))
+    assert f"--warm-prompt {file} cannot be read: No such file or directory\n" in refusal_of(capsys, *argv)
+    file.write_text("\n")
+    assert f"--warm-prompt {file} is empty\n" in refusal_of(capsys, *argv)
+    file.write_text("a longer tale " * 100)
+    assert f"--warm-prompt {file} " in refusal_of(capsys, *argv)

@@ -48,6 +48,20 @@ def test_switches_and_nothing(tmp_path: Path, served: list[ServeConfig]) -> None
     assert [config.is_colocated for config in served] == [True, False, False, False, False]
 
 
+def test_a_switch_that_is_false_is_its_opposite_where_there_is_one(tmp_path: Path, served: list[ServeConfig]) -> None:
+    for text in (
+        "enable-prefix-caching: false",
+        "no-enable-prefix-caching: true",
+        "prefill-enable-prefix-caching: false",
+        "no-enable-prefix-caching: false",
+        "enable-prefix-caching: true",
+    ):
+        assert serve(tmp_path, text) == 0
+    assert serve(tmp_path, "enable-prefix-caching: false", "--enable-prefix-caching") == 0
+    on = [(config.prefill.enable_prefix_caching, config.decode.enable_prefix_caching) for config in served]
+    assert on == [(False, False), (False, False), (False, True), (True, True), (True, True), (True, True)]
+
+
 def test_the_model(tmp_path: Path, served: list[ServeConfig]) -> None:
     model = tmp_path / "mine.gguf"
     model.touch()
@@ -99,3 +113,26 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["serve", "--config", str(tmp_path)]) == 2
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xfa")
     assert main(["serve", "--config", str(tmp_path / "binary.yaml")]) == 2
+
+
+def test_a_flag_that_may_be_repeated_takes_a_list_and_adds_up(tmp_path: Path, served: list[ServeConfig]) -> None:
+    for text, argv in (
+        ("warm-prompt: a.txt", ()),
+        ("warm-prompt: [a.txt, b.json]", ()),
+        ("warm-prompt:\n- a.txt", ("--warm-prompt", "c.txt")),
+        ("warm-prompt: []", ()),
+    ):
+        assert serve(tmp_path, text, *argv) == 0
+    assert [[path.name for path in config.warm_prompts] for config in served] == [
+        ["a.txt"],
+        ["a.txt", "b.json"],
+        ["a.txt", "c.txt"],
+        [],
+    ]
+
+
+def test_no_other_flag_takes_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], served: list[ServeConfig]) -> None:
+    for text in ("port: [1, 2]", "warm-prompt: [[a.txt]]", "warm-prompt: [{a: b}]"):
+        assert serve(tmp_path, text) == 2
+        assert "must be one text or number" in capsys.readouterr().err
+    assert not served

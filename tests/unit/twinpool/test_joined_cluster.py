@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -182,6 +183,15 @@ async def test_the_token_file_counts_where_a_token_is_asked_for(
     for address, mode in ((guarded, "token"), (unguarded, "disabled")):
         monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
         assert await refusal_of(address) == f"--address {address} cannot be joined: {mode}"
+
+
+async def test_a_cluster_that_asks_for_a_token_is_protected(
+    guarded: str, unguarded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await asyncio.to_thread(joined_cluster._prepare_token, guarded, "it")
+    set_token(monkeypatch, None)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not await asyncio.to_thread(joined_cluster._prepare_token, unguarded, "it")
 
 
 @pytest.mark.parametrize(

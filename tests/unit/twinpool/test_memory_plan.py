@@ -15,7 +15,14 @@ from serving_core.errors import ConfigError
 from serving_core.ids import WorkerId
 from serving_core.kv_page_layout import KVDType
 from serving_core.worker_status import PhaseName
-from twinpool.memory_plan import SERVER_BYTES, WorkerMemory, check_memory, describe_memory, worker_memory
+from twinpool.memory_plan import (
+    SERVER_BYTES,
+    WorkerMemory,
+    check_memory,
+    check_warm_prompts,
+    describe_memory,
+    worker_memory,
+)
 from twinpool.worker_spec import WorkerSpec
 
 MIB = 2**20
@@ -153,6 +160,14 @@ def test_a_worker_with_both_phases_has_the_larger_workspace() -> None:
     assert memory_of(both).workspace_bytes == max(memory_of(spec).workspace_bytes for spec in PAIR)
 
 
+@pytest.mark.parametrize("page_size", [8, 16, 48])
+def test_a_cache_is_whole_pages_of_the_workers_own_size(page_size: int) -> None:
+    worker = memory_of(dataclasses.replace(PAIR[1], engine=dataclasses.replace(PAIR[1].engine, page_size=page_size)))
+    page_bytes = PAGE_BYTES // 16 * page_size
+    assert worker.kv_cache_bytes == 512 * MIB // page_bytes * page_bytes
+    assert worker.min_kv_cache_bytes == -(-4096 // page_size) * page_bytes
+
+
 def test_what_fits_is_not_refused() -> None:
     check(PAIR, needed_bytes(PAIR))
 
@@ -175,3 +190,17 @@ def test_a_window_that_does_not_fit_either_is_named_too() -> None:
 def test_a_machine_too_small_for_the_weights_is_named() -> None:
     with pytest.raises(ConfigError, match="no KV cache is small enough for that; give fewer workers or a smaller model"):
         check(PAIR, needed_bytes(PAIR) - 2 * 512 * MIB)
+
+
+def test_warm_prompts_fit_into_the_cache_together() -> None:
+    small = [spec_of(phase, kv_cache_memory_bytes=4 * PAGE_BYTES, max_model_len=64) for phase in PhaseName]
+    shared = tuple(range(32))  # two pages
+    one, other = (*shared, *range(16), 7), (*shared, *range(1, 17), 7)
+    check_warm_prompts(small, MODEL, [shared, one, other])
+    check_warm_prompts(small, MODEL, [])
+    with pytest.raises(
+        ConfigError,
+        match=r"^the warm prompts take 5 pages of 16 tokens together, and the KV cache of prefill-0 has 4: "
+        "give --kv-cache-memory-bytes of more than 1MiB, or fewer",
+    ):
+        check_warm_prompts(small, MODEL, [one, other, tuple(range(2, 18))])

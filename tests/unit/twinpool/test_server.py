@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,6 +15,8 @@ from llm_engine.open_checkpoint import read_model_config
 from router.chat_template import read_chat_template
 from router.router import Router
 from router.tokenizer import read_tokenizer
+from serving_core.errors import TwinpoolError
+from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from tests.tiny_model import write_tiny_gguf
 from twinpool import server as server_module
 from twinpool.cli import make_parser
@@ -23,6 +25,8 @@ from twinpool.http_server import HttpServer, listen
 from twinpool.serve_config import make_serve_config
 from twinpool.server import Server
 from twinpool.stop_signals import StopSignals
+from twinpool.worker_pools import WorkerPools
+from twinpool.worker_spec import WorkerSpec
 from twinpool.worker_specs import plan_server_cores
 
 T = TypeVar("T")
@@ -220,3 +224,29 @@ async def test_the_router_knows_the_window_before_any_worker(
     monkeypatch.setattr(HttpServer, "run", end)
     await make_server(*flags).run()
     assert windows == [window]
+
+
+async def test_router_and_workers_get_one_token(
+    monkeypatch: pytest.MonkeyPatch, make_server: Callable[..., Server], cluster: AbsentCluster
+) -> None:
+    tokens: list[ClusterToken] = []
+
+    def note_router(**options: Any) -> Router:
+        tokens.append(options["cluster_token"])
+        return Router(**options)
+
+    async def start_cluster(*, num_workers: int) -> WorkerPlaces:
+        return WorkerPlaces(host="127.0.0.1")
+
+    async def note_workers(self: WorkerPools, specs: Sequence[WorkerSpec], places: WorkerPlaces) -> None:
+        tokens.extend(spec.cluster_token for spec in specs)
+        raise TwinpoolError("no worker is started in this test")
+
+    monkeypatch.setattr(server_module, "Router", note_router)
+    monkeypatch.setattr(server_module, "confine_process_tree", lambda cores: None)
+    monkeypatch.setattr(cluster, "start", start_cluster)
+    monkeypatch.setattr(WorkerPools, "start", note_workers)
+    with pytest.raises(TwinpoolError, match="no worker is started"):
+        await make_server().run()
+    assert tokens == [tokens[0]] * 3, "of the router, prefill-0 and decode-0"
+    assert tokens[0] != OPEN

@@ -25,6 +25,7 @@ IDLE = WorkerCounts(
     pages=pages(free=8),
     refused_writes={},
     handoffs=HandoffCounters(),
+    page_streams={},
 )
 
 
@@ -42,6 +43,7 @@ def test_phases_are_summed() -> None:
     handoffs = HandoffCounters(num_bytes_sent=300, num_acknowledged=2, num_not_acknowledged=1)
     handoffs.transfer_s.observe(0.02)
     handoffs.transfer_s.observe(99.0)
+    handoffs.exposed_s.observe(0.004)
     seen = values(
         WorkerCounts(
             statuses=[
@@ -50,18 +52,25 @@ def test_phases_are_summed() -> None:
             ],
             counters=[
                 PhaseCounters(
-                    num_generation_tokens=10, num_kv_bytes=40, num_leases_expired=1, refusals=Counter({RefusalCode.DRAINING: 4})
+                    num_generation_tokens=10,
+                    num_kv_bytes=40,
+                    num_leases_expired=1,
+                    num_prefix_queries=5,
+                    refusals=Counter({RefusalCode.DRAINING: 4}),
                 ),
                 PhaseCounters(
                     num_generation_tokens=2,
                     num_prompt_tokens=50,
+                    num_prefix_queries=80,
+                    num_prefix_hits=30,
                     num_leases_expired=2,
                     refusals=Counter({RefusalCode.DRAINING: 1, RefusalCode.TOO_LARGE: 1}),
                 ),
             ],
-            pages=pages(free=6, used=1, sending=1),
+            pages=pages(free=4, cached=2, used=1, sending=1),
             refused_writes=Counter({RefusalCode.STALE_ATTEMPT: 5}),
             handoffs=handoffs,
+            page_streams={"shared_memory": 7},
         )
     )
     plain = {name.removeprefix("twinpool:"): value for (name, labels), value in seen.items() if not labels}
@@ -72,17 +81,25 @@ def test_phases_are_summed() -> None:
         "num_preemptions_total": 0,
         "prompt_tokens_total": 50,
         "generation_tokens_total": 12,
+        "prefix_cache_queries_total": 85,
+        "prefix_cache_hits_total": 30,
         "kv_transfer_bytes_total": 340,
         "kv_transfer_seconds_sum": 99.02,
         "kv_transfer_seconds_count": 2,
+        "kv_transfer_exposed_seconds_sum": 0.004,
+        "kv_transfer_exposed_seconds_count": 1,
         "lease_expired_total": 3,
     }
     assert seen["twinpool:pages", (("state", "sending"),)] == 1
     assert seen["twinpool:kv_writes_refused_total", (("code", "stale_attempt"),)] == 5
     assert seen["twinpool:refusals_total", (("code", "draining"),)] == 5
     assert seen["twinpool:refusals_total", (("code", "too_large"),)] == 1
+    assert seen["twinpool:kv_transfer_streams_total", (("transport", "shared_memory"),)] == 7
+    assert seen["twinpool:kv_transfer_streams_total", (("transport", "grpc"),)] == 0
     assert seen["twinpool:handoffs_total", (("result", "acknowledged"),)] == 2
     assert seen["twinpool:handoffs_total", (("result", "not_acknowledged"),)] == 1
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "0.01"),)] == 0
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "0.025"),)] == 1
     assert seen["twinpool:kv_transfer_seconds_bucket", (("le", "+Inf"),)] == 2
+    assert seen["twinpool:kv_transfer_exposed_seconds_bucket", (("le", "0.0025"),)] == 0
+    assert seen["twinpool:kv_transfer_exposed_seconds_bucket", (("le", "0.005"),)] == 1

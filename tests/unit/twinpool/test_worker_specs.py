@@ -122,6 +122,23 @@ def test_flags_reach_the_phase_they_name() -> None:
     assert {spec.model_name for spec in specs.values()} == {"mine"}
 
 
+def test_each_worker_knows_whether_it_keeps_prefixes() -> None:
+    assert [spec.engine.has_prefix_cache for spec in specs_of().values()] == [True, True]
+    specs = specs_of("--prefill-no-enable-prefix-caching")
+    assert [specs[name].engine.has_prefix_cache for name in ("prefill-0", "decode-0")] == [False, True]
+    assert not specs_of("--colocated", "--no-enable-prefix-caching")["colocated-0"].engine.has_prefix_cache
+
+
+def test_each_worker_knows_whether_its_steps_run_ahead() -> None:
+    assert specs_of()["decode-0"].engine.has_async_scheduling
+    assert not specs_of("--no-async-scheduling")["decode-0"].engine.has_async_scheduling
+
+
+def test_each_phase_has_pages_of_its_own_size() -> None:
+    specs = specs_of("--prefill-block-size", "16", "--decode-block-size", "32")
+    assert [specs[name].engine.page_size for name in ("prefill-0", "decode-0")] == [16, 32]
+
+
 def test_what_the_model_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="8192"):
         specs_of("--max-model-len", "9000")

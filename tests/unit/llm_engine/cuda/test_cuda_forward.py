@@ -187,12 +187,18 @@ def test_what_runs_out_of_memory_is_refused(loaded: LoadedModel, tmp_path: Path,
         )
 
 
-def test_a_cache_of_another_type_is_refused(loaded: LoadedModel) -> None:
-    decoder = loaded.phases[PhaseName.PREFILL].decoder
-    with pytest.raises(ConfigError, match="--kv-cache-dtype is float32, but on CUDA"):
-        cuda_forward(
-            PhaseName.DECODE, decoder, loaded.config, make_cache(loaded.config, KVDType.FLOAT32), None, max_graph_rows=0
-        )
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [KVDType.FLOAT32, KVDType.FLOAT16, KVDType.INT8, KVDType.FP8])
+def test_torch_reads_a_cache_of_another_type(dtype: KVDType, loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    decoder, cache = loaded.phases[PhaseName.PREFILL].decoder, make_cache(loaded.config, dtype)
+    forward = cuda_forward(PhaseName.DECODE, decoder, loaded.config, cache, ShapeKernel(), max_graph_rows=4)
+    assert f"keys and values in {dtype.value} are read by torch, which is slower than" in caplog.text
+    row = PlanRow(
+        key=SequenceKey(RequestId("a")), token_ids=(1,), start_position=3, page_ids=(PageId(0),), sample=greedy_spec()
+    )
+    logits = forward.logits(StepPlan(phase=PhaseName.DECODE, rows=(row,)))
+    assert logits is not None
+    assert logits.device == META
 
 
 def test_pages_that_a_kernel_does_not_take_are_refused() -> None:
