@@ -14,7 +14,6 @@ SERVER_FLAGS = (
     *("--lease-seconds", f"{LEASE_S:g}"),
     *("--max-model-len", f"{WINDOW}"),
     *("--max-num-batched-tokens", "256"),  # a long prompt takes several chunks
-    *("--kv-cache-memory-bytes", "512MiB"),
 )
 
 

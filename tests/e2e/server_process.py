@@ -31,19 +31,21 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 MODEL = "smollm2-135m-instruct"
 TOKEN = ClusterToken("the-token-of-the-end-to-end-tests")
+SMALL_CACHE = ("--kv-cache-memory-bytes", "256MiB")
+"""Starts sooner than the default one, and has room for a whole window of the default model."""
 REST = frozenset({PageState.FREE, PageState.CACHED})
 
 
 class ServerProcess:
-    """One server. ``family`` holds every process that it had when ``remember_family`` was last called; ``temp_root`` is where
-    it may put temporary files, and nobody else does."""
+    """One server, with ``SMALL_CACHE`` where ``args`` say nothing else. ``family`` holds every process that it had when
+    ``remember_family`` was last called; ``temp_root`` is where it may put temporary files, and nobody else does."""
 
     def __init__(self, args: Sequence[str], log: Path) -> None:
         self.log = log
         self.temp_root = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # pytest's own folder has too long a name for Ray
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [str(TWINPOOL), "serve", "--port", "0", *args],
+                [str(TWINPOOL), "serve", "--port", "0", *SMALL_CACHE, *args],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

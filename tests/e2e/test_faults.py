@@ -80,11 +80,13 @@ async def test_kill_9_of_a_worker(server: ServerProcess, worker_id: str) -> None
 
 async def test_kill_9_beside_a_second_worker(tmp_path: Path) -> None:
     with serving(tmp_path / "log", *SERVER_FLAGS, "--prefill-workers", "2", "--decode-workers", "2") as server:
+        await until(server.are_all_ready, RECOVERY_TIMEOUT_S, "every worker to be ready")
+        async with http_client(server.url) as client:
+            _, tasks = await start_streams(client, NUM_TOKENS)
+            undisturbed = [(await task).text for task in tasks]
         for victim in ("decode-0", "prefill-0"):
             await until(server.are_all_ready, RECOVERY_TIMEOUT_S, "every worker to be ready")
             async with http_client(server.url) as client:
-                _, tasks = await start_streams(client, NUM_TOKENS)
-                undisturbed = [(await task).text for task in tasks]
                 streams, tasks = await start_streams(client, NUM_TOKENS)
                 server.signal_worker(victim, signal.SIGKILL)
                 await assert_all_end_in_time(tasks)

@@ -97,7 +97,6 @@ def test_a_taken_port_and_a_restart_at_once(tmp_path: Path) -> None:
         first.stop()
         again = ServerProcess(("--port", port), tmp_path / "third")
         assert again.url == first.url
-        again.stop()
         again.kill()
     finally:
         first.kill()

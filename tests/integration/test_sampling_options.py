@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from llm_engine.load_model import LoadedModel, load_model
@@ -69,8 +70,7 @@ async def test_every_option_on_the_pair_and_on_one_worker() -> None:
         request("all", replace(SEEDED, min_p=0.01, presence_penalty=1.0, repetition_penalty=1.2, logit_bias=((198, -5.0),))),
         *(request("choices", SEEDED, choice_index=index) for index in range(3)),
     ]
-    pair = await answers(loaded, options, is_pair=True)
-    one = await answers(loaded, options, is_pair=False)
+    pair, one = await asyncio.gather(answers(loaded, options, is_pair=True), answers(loaded, options, is_pair=False))
     assert pair == one
     # 3. Each of them does what it says.
     assert pair["plain/0"] == plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -39,7 +40,7 @@ def engine_config(dtype: KVDType, cache_dtype: KVDType | None = None) -> EngineC
         max_model_len=2048,
         max_num_seqs=64,
         max_num_batched_tokens=64,  # several chunks a prompt, several prompts a chunk
-        kv_cache_memory_bytes=2**30,
+        kv_cache_memory_bytes=2**29,
         num_threads=1,
     )
 
@@ -69,10 +70,11 @@ def make_requests(prompts: Sequence[Sequence[int]], *, num_tokens: int) -> list[
 
 
 async def assert_split_equals_unsplit(loaded: tuple[KVDType, LoadedModel], requests: list[GenerateRequest]) -> None:
-    async with server_of(loaded, PAIR) as pair:
-        split = await pair.generate_all(requests)
-    async with server_of(loaded, ONE) as one:
-        unsplit = await one.generate_all(requests)
+    async def answers(workers: Sequence[tuple[str, frozenset[PhaseName]]]) -> list[Answer]:
+        async with server_of(loaded, workers) as server:
+            return await server.generate_all(requests)
+
+    split, unsplit = await asyncio.gather(answers(PAIR), answers(ONE))
     assert_equal_answers(requests, split, unsplit)
 
 
