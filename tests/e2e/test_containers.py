@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from tests.e2e.containers import Machine, NoContainers, base_image, private_network, running
-from tests.e2e.server_process import MODEL, START_TIMEOUT_S, wait_until
+from tests.e2e.server_process import MODEL, SMALL_CACHE, START_TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.e2e
 
 PORT = 8000
-FLAGS = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "256MiB")
+FLAGS = ("--max-model-len", "2048", *SMALL_CACHE)
 
 
 @pytest.fixture

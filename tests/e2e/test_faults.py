@@ -79,19 +79,18 @@ async def test_kill_9_of_a_worker(server: ServerProcess, worker_id: str) -> None
 
 
 async def test_kill_9_beside_a_second_worker(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", *SERVER_FLAGS, "--prefill-workers", "2", "--decode-workers", "2") as server:
-        await until(server.are_all_ready, RECOVERY_TIMEOUT_S, "every worker to be ready")
+    flags = (*SERVER_FLAGS, "--prefill-workers", "2", "--decode-workers", "2")
+    with serving(tmp_path / "log", *flags) as server:
         async with http_client(server.url) as client:
             _, tasks = await start_streams(client, NUM_TOKENS)
             undisturbed = [(await task).text for task in tasks]
-        for victim in ("decode-0", "prefill-0"):
-            await until(server.are_all_ready, RECOVERY_TIMEOUT_S, "every worker to be ready")
-            async with http_client(server.url) as client:
+            for victim in ("decode-0", "prefill-0"):
+                await until(server.are_all_ready, RECOVERY_TIMEOUT_S, "every worker to be ready")
                 streams, tasks = await start_streams(client, NUM_TOKENS)
                 server.signal_worker(victim, signal.SIGKILL)
                 await assert_all_end_in_time(tasks)
-            assert [stream.error for stream in streams] == [None] * NUM_STREAMS, victim
-            assert [stream.text for stream in streams] == undisturbed, victim
+                assert [stream.error for stream in streams] == [None] * NUM_STREAMS, victim
+                assert [stream.text for stream in streams] == undisturbed, victim
 
 
 async def test_kill_9_where_nobody_may_wait_for_long(tmp_path: Path) -> None:

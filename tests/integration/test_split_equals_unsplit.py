@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,7 +15,7 @@ from serving_core.kv_page_layout import KVDType
 from serving_core.sampling_params import SamplingParams
 from serving_core.worker_status import PhaseName
 from tests.equality_prompts import mt_bench_turns, prompts_of_lengths
-from tests.integration.in_process_server import COLOCATED, DECODE, PREFILL, Answer, InProcessServer, in_process_server
+from tests.integration.in_process_server import COLOCATED, DECODE, PREFILL, Answer, in_process_server
 from twinpool.model_source import DEFAULT_MODEL, find_model
 
 PATH = find_model(DEFAULT_MODEL).path
@@ -45,14 +44,14 @@ def engine_config(dtype: KVDType, cache_dtype: KVDType | None = None) -> EngineC
     )
 
 
-@asynccontextmanager
-async def server_of(
-    loaded: tuple[KVDType, LoadedModel], workers: Sequence[tuple[str, frozenset[PhaseName]]]
-) -> AsyncIterator[InProcessServer]:
+async def answers(
+    loaded: tuple[KVDType, LoadedModel], workers: Sequence[tuple[str, frozenset[PhaseName]]], requests: list[GenerateRequest]
+) -> list[Answer]:
     dtype, model = loaded
     async with in_process_server(PATH, model, workers, engine=engine_config(dtype)) as server:
-        yield server
+        found = await server.generate_all(requests)
         await server.assert_no_leaks()
+    return found
 
 
 def make_requests(prompts: Sequence[Sequence[int]], *, num_tokens: int) -> list[GenerateRequest]:
@@ -70,11 +69,7 @@ def make_requests(prompts: Sequence[Sequence[int]], *, num_tokens: int) -> list[
 
 
 async def assert_split_equals_unsplit(loaded: tuple[KVDType, LoadedModel], requests: list[GenerateRequest]) -> None:
-    async def answers(workers: Sequence[tuple[str, frozenset[PhaseName]]]) -> list[Answer]:
-        async with server_of(loaded, workers) as server:
-            return await server.generate_all(requests)
-
-    split, unsplit = await asyncio.gather(answers(PAIR), answers(ONE))
+    split, unsplit = await asyncio.gather(answers(loaded, PAIR, requests), answers(loaded, ONE, requests))
     assert_equal_answers(requests, split, unsplit)
 
 
