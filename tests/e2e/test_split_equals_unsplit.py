@@ -9,15 +9,20 @@ import asyncio
 import enum
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import httpx
 import pytest
 
+from llm_engine.load_model import load_model
 from serving_core import metric_names
+from serving_core.engine_config import EngineConfig
+from serving_core.kv_page_layout import KVDType
 from tests.e2e.server_process import MODEL, ServerProcess, serving, until
 from tests.e2e.streams import completion_body, http_client
 from tests.equality_prompts import prompts_of_lengths
+from tests.integration.in_process_server import COLOCATED, in_process_server
 from twinpool.model_source import find_model
 
 pytestmark = pytest.mark.e2e
@@ -25,11 +30,20 @@ pytestmark = pytest.mark.e2e
 LENGTHS = (9, 33, 64, 65, 98)
 NUM_TOKENS = 16
 STATUS_TIMEOUT_S = 10.0
-COMMON_FLAGS = (
-    *("--dtype", "bfloat16"),
-    *("--max-model-len", "256"),
-    *("--max-num-batched-tokens", "48"),  # several chunks a prompt, several prompts a chunk
-    *("--kv-cache-memory-bytes", "128MiB"),
+ENGINE = EngineConfig(
+    dtype=KVDType.BFLOAT16,
+    page_size=16,
+    max_model_len=256,
+    max_num_seqs=64,
+    max_num_batched_tokens=48,  # several chunks a prompt, several prompts a chunk
+    kv_cache_memory_bytes=128 << 20,
+    num_threads=1,
+)
+FLAGS = (
+    *("--dtype", ENGINE.dtype.value),
+    *("--max-model-len", f"{ENGINE.max_model_len}"),
+    *("--max-num-batched-tokens", f"{ENGINE.max_num_batched_tokens}"),
+    *("--kv-cache-memory-bytes", f"{ENGINE.kv_cache_memory_bytes}"),
 )
 
 
@@ -116,27 +130,40 @@ def make_questions(salt: str) -> list[Question]:
     return [Question(prompt=prompt, seed=seed, salt=f"{salt}-{len(prompt)}-{seed}") for prompt in prompts for seed in (None, 7)]
 
 
-async def ask_all(server: ServerProcess, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+async def ask_all(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The whole answers, asked at once."""
-    async with http_client(server.url) as client:
-        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+    answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
     assert [answer.status_code for answer in answers] == [200] * len(bodies), [answer.text for answer in answers]
     return [answer.json() for answer in answers]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """A server of ``setup``, and what one worker with both phases and without a prefix cache answers in its place."""
-
-    setup: Setup
-    server: ServerProcess
-    unsplit: list[dict[str, Any]]
+async def answer_unsplit(kv_cache_dtype: KVDType | None) -> list[dict[str, Any]]:
+    """All questions' answers of one worker with both phases and without a prefix cache."""
+    path = find_model(MODEL).path
+    loaded = load_model(path, dtype=KVDType.BFLOAT16)
+    engine = replace(ENGINE, kv_cache_dtype=kv_cache_dtype, has_prefix_cache=False)
+    bodies = [question.body | {"model": "model"} for question in make_questions("unsplit")]
+    async with (
+        in_process_server(path, loaded, [("colocated-0", COLOCATED)], engine=engine) as server,
+        httpx.AsyncClient(transport=httpx.ASGITransport(server.router.app), base_url="http://router") as client,
+    ):
+        return await ask_all(client, bodies)
 
 
 @pytest.fixture(scope="module")
 def unsplit_answers() -> dict[str, list[dict[str, Any]]]:
-    """Those that are known, by the type of the KV cache."""
-    return {}
+    """By the type of the KV cache."""
+    types = {"auto": None, "int8": KVDType.INT8}
+    return {name: asyncio.run(answer_unsplit(dtype)) for name, dtype in types.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A server of ``setup``, and what one worker answers in its place."""
+
+    setup: Setup
+    server: ServerProcess
+    unsplit: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +174,8 @@ def pair(
 ) -> Iterator[Pair]:
     """One server at a time."""
     setup: Setup = request.param
-    folder = tmp_path_factory.mktemp("pair")
-    dtype = setup.kv_cache_dtype
-    if dtype not in unsplit_answers:
-        flags = ("--colocated", "--no-enable-prefix-caching", "--kv-cache-dtype", dtype)
-        with serving(folder / "log-unsplit", *COMMON_FLAGS, *flags) as server:
-            unsplit_answers[dtype] = asyncio.run(ask_all(server, [question.body for question in make_questions("unsplit")]))
-    with serving(folder / "log", *COMMON_FLAGS, *setup.flags) as server:
-        yield Pair(setup=setup, server=server, unsplit=unsplit_answers[dtype])
+    with serving(tmp_path_factory.mktemp("pair") / "log", *FLAGS, *setup.flags) as server:
+        yield Pair(setup=setup, server=server, unsplit=unsplit_answers[setup.kv_cache_dtype])
 
 
 @pytest.mark.parametrize("pair", SETUPS, ids=str, indirect=True)
@@ -166,9 +187,10 @@ async def test_eight_combinations(pair: Pair, is_warm: bool) -> None:
     # 1. Warm up what the combination's name says.
     warm_ups = [question.warm_up(warmth) for question in questions if question.num_warm(warmth)]
     before = counts_of(server)
-    await ask_all(server, warm_ups)
-    # 2. The answers are those of one worker: texts, tokens, log probabilities.
-    answers = await ask_all(server, [question.body for question in questions])
+    async with http_client(server.url) as client:
+        await ask_all(client, warm_ups)
+        # 2. The answers are those of one worker: texts, tokens, log probabilities.
+        answers = await ask_all(client, [question.body for question in questions])
     for question, ours, theirs in zip(questions, answers, pair.unsplit, strict=True):
         assert ours["choices"] == theirs["choices"], question
     # 3. What was cached is what the name says, and pages took the one way.
