@@ -158,8 +158,11 @@ def main(words: Sequence[str] | None = None) -> int:
         target=receive, args=(receiver_device, receivers_report), daemon=True
     )
     receiver.start()
+    receivers_report.close()  # so that the end of the receiver is the end of its reports
     try:
         failures = asyncio.run(check(sender_device, receiver, report))
+    except EOFError:
+        failures = ["The receiving process ended before the check was over; what it wrote last says why."]
     finally:
         receiver.kill()
         receiver.join()

@@ -125,9 +125,11 @@ class Admission:
         self._check_admissible(request, sequence)
         if sequence is None:
             return self._admit(call)
+        gave_way = f"Attempt {sequence.attempt} of {sequence.key} gave way to attempt {attempt}."
         if sequence.num_in_flight > 0:  # a step writes into its pages, so they cannot be promised again
-            self._held.drop(sequence)
+            self._held.end(sequence, RefusalCode.STALE_ATTEMPT, gave_way)
             return self._admit(call)
+        sequence.answer_callers(Refused(RefusalCode.STALE_ATTEMPT, gave_way))
         return self._retry(sequence, call)
 
     def _check_admissible(self, request: GenerateRequest, held: DecodeSequence | None) -> None:
@@ -166,11 +168,6 @@ class Admission:
     def _retry(self, sequence: DecodeSequence, call: ReserveCall) -> TransferTicket | None:
         """Move a held sequence to a higher attempt. It keeps its pages and its age, or its place in the waiting list; what a
         longer log needs beyond the pages held is taken when it is replayed. Verified pages keep what they hold, too."""
-        sequence.answer_callers(
-            Refused(
-                RefusalCode.STALE_ATTEMPT, f"Attempt {sequence.attempt} of {sequence.key} gave way to attempt {call.attempt}."
-            )
-        )
         old_owner = sequence.owner
         sequence.request = call.request
         sequence.attempt = call.attempt

@@ -269,4 +269,6 @@ class DecodePhase:
         self._admission.drain()
 
     def status(self) -> PhaseStatus:
-        return PhaseStatus(num_running=len(self._seats), num_waiting=len(self._queue))
+        under_way = (row.sequence for rows in self._under_way for row in rows)
+        ending = {sequence.key for sequence in under_way if sequence.state is DecodeState.ENDED}  # their steps are not over
+        return PhaseStatus(num_running=len(self._seats) + len(ending), num_waiting=len(self._queue))

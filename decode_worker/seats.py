@@ -26,7 +26,7 @@ class Seats:
       needs at its longest waits until all who are older fit at their longest too, and is *settled*: nobody who is there can
       push it out, and whoever comes later is younger. So each is evicted a few times at most.
     * When pages still lack, they are with the prefill phase on the same pool, or with a step under way that writes them: either
-      gives them back in a bounded time.
+      gives them back in a bounded time. So of those in a step one is evicted at a time.
     """
 
     def __init__(self, pool: PagePool, max_num_seqs: int) -> None:
@@ -74,8 +74,9 @@ class Seats:
             youngest = next(reversed(self._seated.values()))
             if youngest.is_settled or len(self._seated) == 1:
                 return False
+            is_in_step = youngest.num_in_flight > 0
             evict(youngest)
-            if youngest is sequence:
+            if youngest is sequence or (is_in_step and num_missing > self._pool.num_available):
                 return False
         reservation.page_ids += self._pool.allocate(num_missing, sequence.owner, PageState.USED)
         return True

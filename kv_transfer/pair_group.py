@@ -2,7 +2,8 @@
 
 The group is built by hand on a store of its own, without the process's global one, so that pairs come and go unnoticed by
 anybody else: over gloo between pages in host memory, over NCCL between GPUs. Every call blocks, for the time-out at most, lets
-go of the interpreter meanwhile, and belongs on the pair's thread.
+go of the interpreter meanwhile, and belongs on the pair's thread. NCCL's watchdog, which would end this process for what a peer
+does, is told to leave it alone: here every operation is waited for.
 
 Life: 1. the receiver calls ``listen``, the sender ``join`` once it has been told of that; 2. both ``connect``; 3. ``send`` and
 ``receive``, in the same order with the same lengths at both ends; 4. ``close``, from any state. The first failure breaks the
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import hmac
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -181,6 +183,7 @@ class PairGroup:
     def _new_nccl_group(self, store: Any) -> Any:
         nccl = _distributed.ProcessGroupNCCL
         torch.cuda.set_device(self._device)
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         options = nccl.Options()
         options._timeout = self._timeout
         return nccl(store, int(self._rank), len(Rank), options)

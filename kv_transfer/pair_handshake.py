@@ -94,10 +94,12 @@ def encode_announcement(headers: Sequence[bytes]) -> bytes:
     return b"".join(headers)
 
 
-def decode_announcement(message: bytes) -> list[FrameHeader]:
-    """At least one header. Takes any bytes. Raises ``Refused`` (MALFORMED)."""
+def decode_announcement(message: bytes, *, max_headers: int) -> list[FrameHeader]:
+    """One header to ``max_headers``. Takes any bytes. Raises ``Refused`` (MALFORMED)."""
     if not message or len(message) % HEADER_BYTES:
         raise _malformed(f"An announcement of {len(message)} bytes holds no whole number of headers of {HEADER_BYTES}.")
+    if len(message) > max_headers * HEADER_BYTES:
+        raise _malformed(f"An announcement has {len(message) // HEADER_BYTES} headers, but may have {max_headers}.")
     return [FrameHeader.decode(message[at : at + HEADER_BYTES]) for at in range(0, len(message), HEADER_BYTES)]
 
 

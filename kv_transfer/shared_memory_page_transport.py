@@ -102,7 +102,10 @@ class SharedMemoryPageTransport:
 
     async def _connect(self, ticket: TransferTicket) -> _SharedMemoryStream:
         name = socket_name(ticket.decode_address, ticket.decode_incarnation)
-        connection = new_socket()
+        try:
+            connection = new_socket()
+        except OSError as error:
+            raise _unreachable(ticket, f"{error.strerror}") from error
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 ring = await _greet(connection, name, self._max_unanswered_segments, self._token)

@@ -215,7 +215,7 @@ class _PairReceiver:
             self._inbox.end()
 
     async def _take(self, announcement: bytes) -> None:
-        headers = decode_announcement(announcement)
+        headers = decode_announcement(announcement, max_headers=self._group.num_slots)
         if self._num_read + len(headers) - self._num_accepted > self._group.num_slots:
             raise Refused(RefusalCode.MALFORMED, f"More than {self._group.num_slots} segments came before an answer.")
         lengths = [header.num_bytes for header in headers]

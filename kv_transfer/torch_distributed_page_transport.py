@@ -127,7 +127,6 @@ class TorchDistributedPageTransport:
         receiver = _Receiver.of(ticket)
         if (wait_s := self._hold_off.remaining_s(receiver.address, receiver.incarnation)) > 0:
             raise _unreachable(ticket, f"it failed just now and is tried again in {math.ceil(wait_s)} s")
-        call, thread = PairCall(receiver.address, self._token), PairThread()
         group = PairGroup(
             Rank.SENDER,
             device=self._device,
@@ -135,6 +134,7 @@ class TorchDistributedPageTransport:
             connect_timeout_s=self._connect_timeout_s,
             timeout_s=self._stall_timeout_s,
         )
+        call, thread = PairCall(receiver.address, self._token), PairThread()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 await self._meet(receiver, call, thread, group)

@@ -80,7 +80,7 @@ def _parse_with_config(path: Path, argv: list[str]) -> argparse.Namespace:
         if option.startswith("--") and option not in ("--help", "--config")
     }
     try:
-        file = read_config_file(path, flags=known, repeatable=_repeatable(serve))
+        file = read_config_file(path, flags=known, repeatable=_repeatable(serve), opposites=_opposites(serve))
     except UnknownKey as error:
         raise ConfigError(f"{error}; {_suggest('serve', f'--{error.key}', [f'--{name}' for name in known])}") from error
     if file.model is not None:
@@ -92,6 +92,16 @@ def _parse_with_config(path: Path, argv: list[str]) -> argparse.Namespace:
 def _repeatable(parser: argparse.ArgumentParser) -> set[str]:
     lists = (action for action in parser._actions if isinstance(action, argparse._AppendAction))
     return {option.removeprefix("--") for action in lists for option in action.option_strings}
+
+
+def _opposites(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Of each switch that another one turns off, that other one."""
+    off = {action.dest: action for action in parser._actions if isinstance(action, argparse._StoreFalseAction)}
+    return {
+        action.option_strings[0].removeprefix("--"): off[action.dest].option_strings[0].removeprefix("--")
+        for action in parser._actions
+        if isinstance(action, argparse._StoreTrueAction) and action.dest in off
+    }
 
 
 def _run(flags: argparse.Namespace) -> int:

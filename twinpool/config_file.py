@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -27,12 +28,18 @@ class UnknownKey(ConfigError):
         self.key = key
 
 
-def read_config_file(path: Path, *, flags: Mapping[str, bool], repeatable: Collection[str] = ()) -> ConfigFile:
+def read_config_file(
+    path: Path,
+    *,
+    flags: Mapping[str, bool],
+    repeatable: Collection[str] = (),
+    opposites: Mapping[str, str] = MappingProxyType({}),
+) -> ConfigFile:
     """Read the file. ``flags`` are the known names without dashes, True for one that takes a value. Those that are
-    ``repeatable`` may have a list of values.
+    ``repeatable`` may have a list of values. ``opposites`` are the switches that turn off what others turn on.
 
-    A key with no value, or null, is as good as absent, and so is a switch that is false, unless there is one for its opposite:
-    ``enable-x`` and ``no-enable-x``. Raises ``UnknownKey``, and ``ConfigError`` with what is wrong and where.
+    A key with no value, or null, is as good as absent, and so is a switch that is false, unless it has an opposite. Raises
+    ``UnknownKey``, and ``ConfigError`` with what is wrong and where.
     """
     arguments: list[str] = []
     model: str | None = None
@@ -48,8 +55,8 @@ def read_config_file(path: Path, *, flags: Mapping[str, bool], repeatable: Colle
             arguments += [f"--{key}={_text(each, key, path)}" for each in values]
         elif value is True:
             arguments.append(f"--{key}")
-        elif value is False and (opposite := key.replace("enable-", "no-enable-", 1)) in flags and opposite != key:
-            arguments.append(f"--{opposite}")
+        elif value is False and key in opposites:
+            arguments.append(f"--{opposites[key]}")
         elif value is not False:
             raise ConfigError(f"{key} in {path} is {value!r}, but must be true or false")
     return ConfigFile(arguments=tuple(arguments), model=model)

@@ -9,6 +9,7 @@ from decode_worker.decode_scheduler import MAX_REPLAY_TOKENS
 from llm_engine.checkpoint import StoredModel
 from llm_engine.memory_budget import StepSize, longest_window, num_pages_for_budget, workspace_bytes
 from llm_engine.model_config import ModelConfig
+from llm_engine.page_hash import page_hashes
 from llm_engine.weight_plan import has_native_form, usable_quantization, weight_bytes
 from serving_core.engine_config import MIN_MODEL_LEN, Quantization
 from serving_core.errors import ConfigError
@@ -115,14 +116,16 @@ def check_memory(specs: Sequence[WorkerSpec], stored: StoredModel, available_byt
 
 
 def check_warm_prompts(specs: Sequence[WorkerSpec], model: ModelConfig, warm_prompts: Sequence[tuple[int, ...]]) -> None:
-    """Raises ``ConfigError`` when a worker's KV cache cannot hold all warm prompts, given as token ids, at the same time: some
-    would push others out before the first request came."""
+    """Raises ``ConfigError`` when the KV cache of a worker that keeps prompts cannot hold all warm prompts, given as token ids,
+    at the same time: some would push others out before the first request came."""
     for spec in specs:
         engine = spec.engine
+        if not engine.has_prefix_cache:
+            continue
         page_size = engine.planned_page_size
         layout = model.page_layout(page_size=page_size, dtype=engine.page_dtype)
         num_pages = num_pages_for_budget(layout, engine.kv_cache_memory_bytes, engine.max_model_len or model.max_model_len)
-        full_pages = {ids[:end] for ids in warm_prompts for end in range(page_size, len(ids) + 1, page_size)}
+        full_pages = {page for ids in warm_prompts for page in page_hashes(ids, page_size=page_size, salt=b"")}
         if len(full_pages) > num_pages:
             needed_mib = -(-len(full_pages) * layout.page_bytes // _MIB)
             raise ConfigError(

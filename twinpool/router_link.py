@@ -105,8 +105,10 @@ class _RouterLink:
             try:
                 await self._connect(hello)
             except (grpc.aio.AioRpcError, TimeoutError, _LinkEnded) as error:
-                is_stranger = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
-                _log.log(logging.ERROR if is_stranger else logging.DEBUG, "link to router %s: %s", self._address, error)
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    _log.error("router %s refuses the cluster token of %s: %s", self._address, hello.worker_id, error.details())
+                else:
+                    _log.debug("link to router %s: %s", self._address, error)
             except Refused as refused:
                 _log.error("router %s refused %s: %s", self._address, hello.worker_id, refused)
             was_welcome = self.router_id is not None

@@ -11,7 +11,8 @@ from serving_core.rpc.cluster_token import ClusterToken
 TOKEN_VARIABLE = "TWINPOOL_CLUSTER_TOKEN"
 """For tools that ask workers themselves; workers are told by their server, whatever their environment says."""
 
-_FORM = re.compile(r"[A-Za-z0-9._~+/=-]{16,}")  # RFC 6750, and too long to be guessed
+_FORM = re.compile(r"[A-Za-z0-9._~+/=-]*")  # RFC 6750
+_MIN_LENGTH = 16  # too long to be guessed
 
 
 def server_token(environment: Mapping[str, str]) -> ClusterToken:
@@ -19,9 +20,13 @@ def server_token(environment: Mapping[str, str]) -> ClusterToken:
     value = environment.get(TOKEN_VARIABLE)
     if value is None:
         return ClusterToken.draw()
+    if len(value) < _MIN_LENGTH:
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} has {len(value)} characters, but must have {_MIN_LENGTH} at least: "
+            "leave it out, and one is drawn"
+        )
     if not _FORM.fullmatch(value):
         raise ConfigError(
-            f"{TOKEN_VARIABLE} has {len(value)} characters, but must be at least 16 letters, digits or any of ._~+/=- : "
-            "leave it out, and one is drawn"
+            f"{TOKEN_VARIABLE} has other characters than letters, digits and ._~+/=- : leave it out, and one is drawn"
         )
     return ClusterToken(value)

@@ -7,12 +7,14 @@ from functools import partial
 import pytest
 
 from llm_engine.step_plan import NOT_YET_KNOWN, StepPlan
+from serving_core.errors import RefusalCode, Refused
 from serving_core.generate_request import GenerateRequest
-from serving_core.ids import SequenceKey
+from serving_core.ids import RequestId, SequenceKey
+from serving_core.page_state import PageOwner, PageState
 from serving_core.token_event import FinishReason
 from tests.page_audit import assert_nothing_shared_is_written, audit_decode
 from tests.pages import assert_no_leaks
-from tests.phases import DecodeSide, FakeAheadRunner, expected_tokens, make_request
+from tests.phases import NUM_TOKENS, DecodeSide, FakeAheadRunner, expected_tokens, make_commit, make_request
 from tests.stepped_pair import SteppedLoop
 
 
@@ -39,6 +41,12 @@ class AheadSide(DecodeSide):
         for _ in range(times):
             self.loop.turn()
             audit_decode(self, [b""])
+            self.assert_idle_means_free()
+
+    def assert_idle_means_free(self) -> None:
+        """What a worker asserts when it tells how it is."""
+        status = self.phase.status()
+        assert status.num_running + status.num_waiting > 0 or self.pool.num_available == self.pool.num_pages
 
     def num_rows(self, key: SequenceKey) -> int:
         return sum(row.key == key for plan in self.planned for row in plan.rows)
@@ -124,6 +132,7 @@ def test_pages_that_a_step_writes_are_nobody_elses_until_it_is_over(num_turns: i
     side.phase.abort(leaving.key, 1)
     num_under_way = min(num_turns, 1)
     assert side.pool.num_available == 4 - num_under_way
+    side.assert_idle_means_free()
     answers = side.ask(make_request(14, name="large", max_tokens=2))  # which needs all there are
     assert len(answers) == 1 - num_under_way
     side.turn(2)  # it is over, then they are given out
@@ -137,9 +146,13 @@ def test_pages_that_a_step_writes_are_nobody_elses_until_it_is_over(num_turns: i
 def test_a_retry_meets_a_step_under_way(num_turns: int) -> None:
     side = AheadSide()
     request = make_request(7, max_tokens=9)
-    side.begin(request)
+    old = side.begin(request)
     side.turn(num_turns)
     side.begin(request, attempt=2)
+    with pytest.raises(Refused) as refused:
+        side.phase.commit(make_commit(old, NUM_TOKENS - 1))
+    # how an attempt ended is remembered: a wrong token for it is known for one
+    assert refused.value.code is (RefusalCode.TOKEN_MISMATCH if num_turns else RefusalCode.STALE_ATTEMPT)
     side.turn(12)
     assert side.token_ids(request.key, attempt=2) == expected(request)
     assert_no_leaks(side.pool)
@@ -179,4 +192,21 @@ def test_an_eviction_takes_what_runs_ahead_along() -> None:
     assert [event.key for event in side.sink.evictions] == [young.key]
     assert side.token_ids(old.key) == expected(old)
     assert side.token_ids(young.key) == expected(young)[: len(side.token_ids(young.key))]
+    assert_no_leaks(side.pool)
+
+
+def test_of_those_in_a_step_one_is_evicted_at_a_time() -> None:
+    side = AheadSide()
+    old = make_request(3, name="old", max_tokens=8)  # the first to need a second page
+    neighbour = PageOwner(key=SequenceKey(RequestId("neighbour")), attempt=1)
+    others = [make_request(1, name=name, max_tokens=3) for name in ("other", "youngest")]
+    for request in (old, *others):
+        side.begin(request)
+    side.loop.turn()
+    taken = side.pool.allocate(side.pool.num_available, neighbour, PageState.USED)
+    for _ in range(12):
+        side.loop.turn()  # the audit knows no neighbour
+    assert [event.key for event in side.sink.evictions] == [others[-1].key]
+    assert texts(side, old, others[0]) == [expected(old), expected(others[0])]
+    side.pool.release(taken, neighbour)
     assert_no_leaks(side.pool)

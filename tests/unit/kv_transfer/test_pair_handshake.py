@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ def test_each_message_comes_back() -> None:
     welcome = PairWelcome.draw(65535)
     assert PairWelcome.decode(welcome.encode()) == welcome
     headers = [encode_header(segment) for segment in cut_page(make_ticket(), 0)]
-    decoded = decode_announcement(encode_announcement(headers))
+    decoded = decode_announcement(encode_announcement(headers), max_headers=len(headers))
     assert [(header.attempt, header.page_ordinal, header.offset) for header in decoded] == [
         (segment.attempt, segment.page_ordinal, segment.offset) for segment in cut_page(make_ticket(), 0)
     ]
@@ -45,7 +47,13 @@ def test_a_refusal_in_the_place_of_a_welcome_is_raised() -> None:
 
 @given(st.binary(max_size=2 * HEADER_BYTES))
 def test_anything_else_is_malformed(message: bytes) -> None:
-    for decode in (PairHello.decode, PairWelcome.decode, decode_announcement):
+    for decode in (PairHello.decode, PairWelcome.decode, partial(decode_announcement, max_headers=2)):
         with pytest.raises(Refused) as refused:
             decode(message)
         assert refused.value.code is RefusalCode.MALFORMED or message[0] == 1  # as a receiver's refusal reads
+
+
+def test_an_announcement_may_have_as_many_headers_as_it_is_told() -> None:
+    headers = [encode_header(segment) for segment in cut_page(make_ticket(), 0)]
+    with pytest.raises(Refused, match=f"has {len(headers)} headers, but may have {len(headers) - 1}"):
+        decode_announcement(encode_announcement(headers), max_headers=len(headers) - 1)

@@ -60,6 +60,8 @@ def test_a_switch_that_is_false_is_its_opposite_where_there_is_one(tmp_path: Pat
     assert serve(tmp_path, "enable-prefix-caching: false", "--enable-prefix-caching") == 0
     on = [(config.prefill.enable_prefix_caching, config.decode.enable_prefix_caching) for config in served]
     assert on == [(False, False), (False, False), (False, True), (True, True), (True, True), (True, True)]
+    assert serve(tmp_path, "decode-async-scheduling: false") == 0
+    assert (served[-1].prefill.async_scheduling, served[-1].decode.async_scheduling) == (True, False)
 
 
 def test_the_model(tmp_path: Path, served: list[ServeConfig]) -> None:
