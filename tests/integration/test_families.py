@@ -34,7 +34,7 @@ def assert_equal_to_reference(path: Path, model: Any) -> None:
         with torch.inference_mode():
             expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
         assert all(abs(logprob - float(expected[token_id])) < 1e-4 for token_id, logprob in token.logprobs.top)
-    expected_tokens = [reference_tokens(model, prompt, 40) for prompt in prompts]
+    expected_tokens = [reference_tokens(model, [prompt], 40)[0] for prompt in prompts]
     assert len({token for tokens in expected_tokens for token in tokens}) > 30, "the tiny model says something"
     assert our_tokens(engine, prompts, 40) == expected_tokens
 

@@ -69,7 +69,7 @@ def test_tokens_equal_those_of_transformers(path: Path) -> None:
         ours = our_tokens(TinyEngine(path, KVDType.FLOAT32, num_pages=1024), prompts, NUM_TOKENS)
         model = reference(path)
         for index, (prompt, own) in enumerate(zip(prompts, ours, strict=True)):
-            assert own == reference_tokens(model, prompt, NUM_TOKENS), f"prompt {index}"
+            assert [own] == reference_tokens(model, [prompt], NUM_TOKENS), f"prompt {index}"
 
 
 def test_chunks_and_neighbours_change_no_bit(path: Path) -> None:
