@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -39,20 +40,21 @@ SERVER_FLAGS = ("--lease-seconds", f"{LEASE_S:g}", "--max-model-len", "480", "--
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Greedy ones are asked for log probabilities and seeded ones for token ids, since no path gives both."""
+    """Greedy ones are asked for log probabilities and seeded ones for token ids, since no path gives both. Each has a salt of
+    its own: from the cache it gets what its own attempts have left, and not the pages of another's answer that goes on like
+    its prompt, which decode has computed in its own form of the weights."""
 
     name: str
     prompt: tuple[int, ...]
     seed: int | None
 
     async def ask(self, client: httpx.AsyncClient, stream: Stream) -> None:
+        common: dict[str, Any] = {"max_tokens": NUM_TOKENS, "cache_salt": self.name}
         if self.seed is None:
-            await run_stream(
-                client, stream, self.prompt, max_tokens=NUM_TOKENS, logprobs=2, stream_options={"include_usage": True}
-            )
+            await run_stream(client, stream, self.prompt, logprobs=2, stream_options={"include_usage": True}, **common)
         else:
             sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": self.seed}
-            await run_generation(client, stream, self.prompt, max_tokens=NUM_TOKENS, **sampling)
+            await run_generation(client, stream, self.prompt, **sampling, **common)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
