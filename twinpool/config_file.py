@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import yaml
 
@@ -29,11 +28,7 @@ class UnknownKey(ConfigError):
 
 
 def read_config_file(
-    path: Path,
-    *,
-    flags: Mapping[str, bool],
-    repeatable: Collection[str] = (),
-    opposites: Mapping[str, str] = MappingProxyType({}),
+    path: Path, *, flags: Mapping[str, bool], repeatable: Collection[str], opposites: Mapping[str, str]
 ) -> ConfigFile:
     """Read the file. ``flags`` are the known names without dashes, True for one that takes a value. Those that are
     ``repeatable`` may have a list of values. ``opposites`` are the switches that turn off what others turn on.

@@ -204,8 +204,7 @@ def test_warm_prompts_fit_into_the_cache_together() -> None:
         "give --kv-cache-memory-bytes of more than 1MiB, or fewer",
     ):
         check_warm_prompts(small, MODEL, [one, other, tuple(range(2, 18))])
-    engines = [
-        dataclasses.replace(spec.engine, has_prefix_cache=False) for spec in small
-    ]  # who keeps nothing need not hold them
+    # who keeps nothing need not hold them
+    engines = [dataclasses.replace(spec.engine, has_prefix_cache=False) for spec in small]
     forgetful = [dataclasses.replace(spec, engine=engine) for spec, engine in zip(small, engines, strict=True)]
     check_warm_prompts(forgetful, MODEL, [one, other, tuple(range(2, 18))])
