@@ -5,9 +5,9 @@ anybody else: over gloo between pages in host memory, over NCCL between GPUs. Ev
 go of the interpreter meanwhile, and belongs on the pair's thread. NCCL's watchdog, which would end this process for what a peer
 does, is told to leave it alone: here every operation is waited for.
 
-Life: 1. the receiver calls ``listen``, the sender ``join`` once it has been told of that; 2. both ``connect``; 3. ``send`` and
-``receive``, in the same order with the same lengths at both ends; 4. ``close``, from any state. The first failure breaks the
-group for good: torch.distributed can neither take an operation back nor wait for it a second time.
+Life: 1. both ``allocate``; 2. the receiver calls ``listen``, the sender ``join`` once it has been told of that; 3. both
+``connect``; 4. ``send`` and ``receive``, in the same order with the same lengths at both ends; 5. ``close``, from any state.
+The first failure breaks the group for good: torch.distributed can neither take an operation back nor wait for it a second time.
 """
 
 from __future__ import annotations
@@ -69,13 +69,20 @@ class PairGroup:
         self._device = torch.device(device)
         self._connect_timeout = timedelta(seconds=connect_timeout_s)
         self._timeout = timedelta(seconds=timeout_s)
-        slots = torch.from_numpy(np.zeros((num_slots, SLOT_BYTES), dtype=np.uint8))  # from the kernel, page by page as needed
-        self._slots = slots.pin_memory() if self._is_cuda else slots
-        self._bytes: npt.NDArray[np.uint8] = self._slots.numpy()
-        self._on_device = torch.empty_like(self._slots, device=self._device) if self._is_cuda else self._slots
+        self._slots: torch.Tensor  # from ``allocate`` on, as are the next two
+        self._bytes: npt.NDArray[np.uint8]
+        self._on_device: torch.Tensor
         self._store: Any = None
         self._group: Any = None
         self._is_broken = False
+
+    def allocate(self) -> None:
+        """Make the slots. Raises ``WorkerLost`` when there is no memory for them."""
+        with self._failing("allocate the slots of a pair"):
+            slots = torch.from_numpy(np.zeros((self.num_slots, SLOT_BYTES), dtype=np.uint8))  # the kernel's, page by page
+            self._slots = slots.pin_memory() if self._is_cuda else slots
+            self._bytes = self._slots.numpy()
+            self._on_device = torch.empty_like(self._slots, device=self._device) if self._is_cuda else self._slots
 
     def slot(self, number: int, num_bytes: int) -> memoryview:
         """Memory of the slot of the ``number``-th message, counted from 0. Any thread."""

@@ -99,7 +99,8 @@ def decode_announcement(message: bytes, *, max_headers: int) -> list[FrameHeader
     if not message or len(message) % HEADER_BYTES:
         raise _malformed(f"An announcement of {len(message)} bytes holds no whole number of headers of {HEADER_BYTES}.")
     if len(message) > max_headers * HEADER_BYTES:
-        raise _malformed(f"An announcement has {len(message) // HEADER_BYTES} headers, but may have {max_headers}.")
+        num_headers = len(message) // HEADER_BYTES
+        raise _malformed(f"An announcement has {num_headers} headers, but may have {max_headers} before an answer.")
     return [FrameHeader.decode(message[at : at + HEADER_BYTES]) for at in range(0, len(message), HEADER_BYTES)]
 
 

@@ -1,7 +1,7 @@
 """The sending end of the page path over shared memory: payloads in a ring, headers and answers on a Unix socket.
 
-It owns connections and rings, never pages: a segment is copied into its slot before ``write`` returns. A connection serves one
-attempt at a time and then waits for the next, because new memory costs more than what is mostly sent through it.
+It owns connections and rings, never pages: a segment is copied into its slot before ``write`` returns. Connections are pooled,
+because new memory costs more than what is mostly sent through it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kv_transfer.page_socket import is_same_user, new_socket, proof_for, send_he
 from kv_transfer.page_transport import PageStream, Segment
 from kv_transfer.shared_ring import SharedRing
 from kv_transfer.stream_credits import StreamCredits
+from kv_transfer.stream_pool import Receiver, StreamPool
 from serving_core.errors import Refused, WorkerLost
 from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.transfer_ticket import TransferTicket
@@ -45,63 +46,22 @@ class SharedMemoryPageTransport:
         self._max_unanswered_segments = max_unanswered_segments
         self._stall_timeout_s = stall_timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._max_idle = max_idle
-        self._idle: list[_SharedMemoryStream] = []  # in order of last use
-        self._in_use: set[_SharedMemoryStream] = set()
-        self._releases: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self._pool = StreamPool(self._connect, max_idle=max_idle)
 
     @asynccontextmanager
     async def open(self, ticket: TransferTicket) -> AsyncIterator[PageStream]:
         """A stream to the ticket's decode worker, connected when the context is entered: raises ``WorkerLost`` with the reason
         when the worker cannot be reached this way. Nothing was sent then."""
-        if self._is_closed:
-            raise WorkerLost(f"The way to {ticket.decode_address} is closed because this worker is stopping.")
-        stream = self._take_idle(ticket) or await self._connect(ticket)
-        self._in_use.add(stream)
-        try:
+        async with self._pool.use(ticket) as stream:
             yield stream
-        finally:
-            self._in_use.discard(stream)
-            self._give_back(stream)
 
     async def close(self) -> None:
         """Release every connection; streams still open raise ``WorkerLost``. Idempotent."""
-        self._is_closed = True
-        streams = [*self._idle, *self._in_use]
-        self._idle.clear()
-        for stream in streams:
-            self._release(stream)
-        if self._releases:
-            await asyncio.wait(self._releases)
-
-    def _take_idle(self, ticket: TransferTicket) -> _SharedMemoryStream | None:
-        for stream in self._idle:
-            if not stream.is_settled:
-                self._release(stream)
-        self._idle = [stream for stream in self._idle if stream.is_settled]
-        name = socket_name(ticket.decode_address, ticket.decode_incarnation)
-        found = next((stream for stream in self._idle if stream.socket_name == name), None)
-        if found is not None:
-            self._idle.remove(found)
-        return found
-
-    def _give_back(self, stream: _SharedMemoryStream) -> None:
-        if not stream.is_settled or self._is_closed:
-            self._release(stream)
-            return
-        self._idle.append(stream)
-        while len(self._idle) > self._max_idle:
-            self._release(self._idle.pop(0))
-
-    def _release(self, stream: _SharedMemoryStream) -> None:
-        """In a task of its own: whoever gives a stream back may be cancelled, and it must still be closed."""
-        release = asyncio.create_task(stream.release())
-        self._releases.add(release)
-        release.add_done_callback(self._releases.discard)
+        await self._pool.close()
 
     async def _connect(self, ticket: TransferTicket) -> _SharedMemoryStream:
-        name = socket_name(ticket.decode_address, ticket.decode_incarnation)
+        receiver = Receiver.of(ticket)
+        name = socket_name(receiver.address, receiver.incarnation)
         try:
             connection = new_socket()
         except OSError as error:
@@ -119,11 +79,11 @@ class SharedMemoryPageTransport:
             connection.close()
             raise
         stream_credits = StreamCredits(
-            ticket.decode_address,
+            receiver.address,
             max_unanswered_segments=self._max_unanswered_segments,
             stall_timeout_s=self._stall_timeout_s,
         )
-        return _SharedMemoryStream(name, connection, ring, stream_credits, self._stall_timeout_s)
+        return _SharedMemoryStream(receiver, connection, ring, stream_credits, self._stall_timeout_s)
 
 
 class _SharedMemoryStream:
@@ -131,13 +91,13 @@ class _SharedMemoryStream:
 
     def __init__(
         self,
-        name: str,
+        receiver: Receiver,
         connection: socket.socket,
         ring: SharedRing,
         stream_credits: StreamCredits,
         stall_timeout_s: float,
     ) -> None:
-        self.socket_name = name
+        self.receiver = receiver
         self._connection = connection
         self._ring = ring
         self._credits = stream_credits

@@ -168,6 +168,7 @@ class TorchDistributedPageService:
 
     async def _meet(self, thread: PairThread, group: PairGroup, context: _Context) -> None:
         host = self._host
+        await thread.call(group.allocate)
         welcome = PairWelcome.draw(await thread.call(lambda: group.listen(host)))
         await context.write(welcome.encode())
         await thread.call(lambda: group.connect(host, welcome.name.hex()))
@@ -215,9 +216,8 @@ class _PairReceiver:
             self._inbox.end()
 
     async def _take(self, announcement: bytes) -> None:
-        headers = decode_announcement(announcement, max_headers=self._group.num_slots)
-        if self._num_read + len(headers) - self._num_accepted > self._group.num_slots:
-            raise Refused(RefusalCode.MALFORMED, f"More than {self._group.num_slots} segments came before an answer.")
+        num_unanswered = self._num_read - self._num_accepted
+        headers = decode_announcement(announcement, max_headers=self._group.num_slots - num_unanswered)
         lengths = [header.num_bytes for header in headers]
         await self._thread.call(partial(self._group.receive, self._num_read, lengths))
         for header in headers:

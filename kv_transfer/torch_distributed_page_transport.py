@@ -1,18 +1,16 @@
 """The sending end of the page path over torch.distributed: payloads between the two ranks of a pair, headers and answers on a
 gRPC call.
 
-It owns pairs, never pages: a segment is copied into its slot before ``write`` returns. A pair serves one attempt at a time and
-then waits for the next, because making one takes far longer than most of what is sent through it. One on which anything went
-wrong is thrown away, and the next attempt makes another.
+It owns pairs, never pages: a segment is copied into its slot before ``write`` returns. Pairs are pooled, because making one
+takes far longer than most of what is sent through it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 
 from kv_transfer.hold_off import HoldOff
@@ -24,8 +22,8 @@ from kv_transfer.pair_group import PairGroup, Rank
 from kv_transfer.pair_handshake import PairHello, PairWelcome, encode_announcement, print_of
 from kv_transfer.pair_thread import PairThread
 from kv_transfer.stream_credits import StreamCredits
+from kv_transfer.stream_pool import Receiver, StreamPool
 from serving_core.errors import Refused, WorkerLost
-from serving_core.ids import Incarnation
 from serving_core.rpc.cluster_token import OPEN, ClusterToken
 from serving_core.transfer_ticket import TransferTicket
 
@@ -64,67 +62,31 @@ class TorchDistributedPageTransport:
         self._max_unanswered_segments = max_unanswered_segments
         self._stall_timeout_s = stall_timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._max_idle = max_idle
-        self._idle: list[_Pair] = []  # in order of last use
-        self._in_use: set[_Pair] = set()
-        self._releases: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self._pool = StreamPool(self._connect, max_idle=max_idle)
 
     @asynccontextmanager
     async def open(self, ticket: TransferTicket) -> AsyncIterator[PageStream]:
         """A stream to the ticket's decode worker, with its pair when the context is entered: raises ``WorkerLost`` with the
         reason when there cannot be one. Nothing was sent then."""
-        if self._is_closed:
-            raise WorkerLost(f"The way to {ticket.decode_address} is closed because this worker is stopping.")
-        pair = self._take_idle(ticket) or await self._connect(ticket)
-        self._in_use.add(pair)
-        try:
-            yield pair
-        finally:
-            self._in_use.discard(pair)
-            self._give_back(pair)
+        async with self._pool.use(ticket) as pair:
+            try:
+                yield pair
+            finally:
+                self._note_end(pair)
 
     async def close(self) -> None:
         """Release every pair; streams still open raise ``WorkerLost``. Waits for the pairs' threads, at most as long as one
         message may take: only a frozen peer takes it so long. Idempotent."""
-        self._is_closed = True
-        pairs = [*self._idle, *self._in_use]
-        self._idle.clear()
-        for pair in pairs:
-            self._release(pair.release())
-        if self._releases:
-            await asyncio.wait(self._releases, timeout=self._stall_timeout_s)
+        await self._pool.close(self._stall_timeout_s)
 
-    def _take_idle(self, ticket: TransferTicket) -> _Pair | None:
-        for pair in self._idle:
-            if not pair.is_settled:
-                self._release(pair.release())
-        self._idle = [pair for pair in self._idle if pair.is_settled]
-        receiver = _Receiver.of(ticket)
-        found = next((pair for pair in self._idle if pair.receiver == receiver), None)
-        if found is not None:
-            self._idle.remove(found)
-        return found
-
-    def _give_back(self, pair: _Pair) -> None:
-        if pair.is_broken and not self._is_closed:
+    def _note_end(self, pair: _Pair) -> None:
+        if pair.is_broken and not self._pool.is_closed:
             self._hold_off.fail(pair.receiver.address, pair.receiver.incarnation)
-        if not pair.is_settled or self._is_closed:
-            self._release(pair.release())
-            return
-        self._hold_off.succeed(pair.receiver.address, pair.receiver.incarnation)
-        self._idle.append(pair)
-        while len(self._idle) > self._max_idle:
-            self._release(self._idle.pop(0).release())
-
-    def _release(self, releasing: Coroutine[None, None, None]) -> None:
-        """In a task of its own: whoever gives a pair back may be cancelled, and it must still end."""
-        release = asyncio.create_task(releasing)
-        self._releases.add(release)
-        release.add_done_callback(self._releases.discard)
+        elif pair.is_settled:
+            self._hold_off.succeed(pair.receiver.address, pair.receiver.incarnation)
 
     async def _connect(self, ticket: TransferTicket) -> _Pair:
-        receiver = _Receiver.of(ticket)
+        receiver = Receiver.of(ticket)
         if (wait_s := self._hold_off.remaining_s(receiver.address, receiver.incarnation)) > 0:
             raise _unreachable(ticket, f"it failed just now and is tried again in {math.ceil(wait_s)} s")
         group = PairGroup(
@@ -139,7 +101,7 @@ class TorchDistributedPageTransport:
             async with asyncio.timeout(self._connect_timeout_s):
                 await self._meet(receiver, call, thread, group)
         except BaseException as error:
-            self._release(_end(call, thread, group))
+            self._pool.release(_end(call, thread, group))
             if not isinstance(error, TimeoutError | Refused | WorkerLost):
                 raise
             self._hold_off.fail(receiver.address, receiver.incarnation)
@@ -155,7 +117,8 @@ class TorchDistributedPageTransport:
             stall_timeout_s=self._stall_timeout_s,
         )
 
-    async def _meet(self, receiver: _Receiver, call: PairCall, thread: PairThread, group: PairGroup) -> None:
+    async def _meet(self, receiver: Receiver, call: PairCall, thread: PairThread, group: PairGroup) -> None:
+        await thread.call(group.allocate)
         hello = PairHello(
             num_slots=self._max_unanswered_segments,
             is_cuda=self._device.startswith("cuda"),
@@ -170,27 +133,13 @@ class TorchDistributedPageTransport:
         decode_answer(await call.receive())
 
 
-@dataclass(frozen=True, slots=True)
-class _Receiver:
-    address: str
-    incarnation: Incarnation
-
-    @classmethod
-    def of(cls, ticket: TransferTicket) -> _Receiver:
-        return cls(ticket.decode_address, ticket.decode_incarnation)
-
-    @property
-    def host(self) -> str:
-        return self.address.rpartition(":")[0]
-
-
 class _Pair:
     """One pair, as a ``PageStream``. Tasks of its own announce segments, several at once, and read answers, so that a refusal
     is known however many segments are under way."""
 
     def __init__(
         self,
-        receiver: _Receiver,
+        receiver: Receiver,
         call: PairCall,
         thread: PairThread,
         group: PairGroup,

@@ -65,6 +65,7 @@ class RawSender:
     async def meet(self, *, proof: bytes | None = None) -> None:
         await self.call.send(hello().encode())
         welcome = PairWelcome.decode(await self.call.receive())
+        await self.thread.call(self.group.allocate)
         await self.thread.call(lambda: self.group.join(self._host, welcome.port))
         await self.thread.call(lambda: self.group.connect(self._host, welcome.name.hex()))
         await self.thread.call(lambda: self.group.prove(proof or welcome.sender_proof, welcome.receiver_proof))

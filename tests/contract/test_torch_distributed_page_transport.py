@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
+import torch
 
 from kv_transfer.hold_off import HoldOff
 from kv_transfer.page_answer import encode_accepted
@@ -73,6 +74,7 @@ async def meeting(context: Context, *, proof: bytes | None = None) -> AsyncItera
         timeout_s=PATIENCE_S,
     )
     try:
+        await thread.call(group.allocate)
         welcome = PairWelcome.draw(await thread.call(lambda: group.listen("127.0.0.1")))
         await context.write(welcome.encode())
         await thread.call(lambda: group.connect("127.0.0.1", welcome.name.hex()))
@@ -210,6 +212,27 @@ async def test_few_pairs_stay_idle_and_none_after_closing(path: TorchDistributed
     with pytest.raises(WorkerLost, match="stopping"):
         async with transport.open(tickets[0]):
             pass
+
+
+@pytest.mark.parametrize("num_allocated", [0, 1], ids=["sender", "receiver"])
+async def test_a_pair_that_cannot_be_allocated_leaves_the_hand_off_to_another_way(
+    path: TorchDistributedPath, monkeypatch: pytest.MonkeyPatch, num_allocated: int
+) -> None:
+    """As on a GPU whose memory is taken; the sender allocates first."""
+    allocated: list[torch.Tensor] = []
+
+    def pin(slots: torch.Tensor) -> torch.Tensor:
+        if len(allocated) == num_allocated:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        allocated.append(slots)
+        return slots
+
+    monkeypatch.setattr(PairGroup, "_is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    with pytest.raises(WorkerLost, match="could not allocate the slots of a pair"):
+        async with path.transport.open(make_ticket(address=path.address)):
+            pass
+    await until(lambda: path.service.num_pairs == 0)
 
 
 async def test_after_a_failure_the_way_is_held_off_at_once_and_tried_again_later(path: TorchDistributedPath) -> None:

@@ -220,6 +220,7 @@ async def bad_announcements(target: Target, chance: random.Random) -> None:
         await call.send(_hello(held).encode())
         try:
             welcome = PairWelcome.decode(await call.receive())
+            await thread.call(group.allocate)
             await thread.call(lambda: group.join(host, welcome.port))
             await thread.call(lambda: group.connect(host, welcome.name.hex()))
             await thread.call(lambda: group.prove(welcome.sender_proof, welcome.receiver_proof))
