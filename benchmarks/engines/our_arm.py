@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ class OurEngine:
         self._runner = ModelRunner(loaded, self._cache, max_recorded_rows=workload.max_sequences)
         forms = ", ".join(f"{phase.value} {model.arithmetic}" for phase, model in loaded.phases.items())
         self.setup = f"torch {torch.__version__}, {forms}, cache {dtype.value}, prefill in chunks of {CHUNK}"
+        gc.freeze()  # as a worker does: or Python would look through all of torch again and again
 
     def prefill(self, prompt: Sequence[int]) -> float:
         return self._prefill(prompt, self._sequence_pages(0, len(prompt)))[1]
