@@ -24,10 +24,11 @@ test: $(BIN)/.dev-stamp
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
 equality: $(BIN)/.dev-stamp
+	$(BIN)/python -m pytest tests/e2e/test_split_equals_unsplit.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m slow tests/integration tests/e2e/test_equality_under_fire.py --timeout 7200 $(PYTEST_ARGS)
 
 faults: $(BIN)/.dev-stamp
-	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/faults tests/e2e/test_faults.py $(PYTEST_ARGS)
 
 lint: $(BIN)/.dev-stamp
 	$(BIN)/ruff check .

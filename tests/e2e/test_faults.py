@@ -25,6 +25,7 @@ RECOVERY_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
 """A client knows after so long how its stream ends, where another worker takes it over or nobody may wait for one."""
 WORKER_WAIT_S = 1.5
+FROZEN_S = 20.0
 
 
 async def start_streams(client: httpx.AsyncClient, num_tokens: int) -> tuple[list[Stream], list[asyncio.Task[Stream]]]:
@@ -93,6 +94,7 @@ async def test_kill_9_beside_a_second_worker(tmp_path: Path) -> None:
                 assert [stream.text for stream in streams] == undisturbed, victim
 
 
+@pytest.mark.slow
 async def test_kill_9_where_nobody_may_wait_for_long(tmp_path: Path) -> None:
     with serving(tmp_path / "log", *SERVER_FLAGS, "--worker-wait", f"{WORKER_WAIT_S:g}") as server:
         for worker_id in ("decode-0", "prefill-0"):
@@ -118,12 +120,13 @@ async def test_a_prefill_worker_frozen_while_it_pushes(server: ServerProcess) ->
         computed_anew = run_stream(client, stream, LONG_PROMPT, max_tokens=8, ignore_eos=True, cache_salt="again")
         task = asyncio.create_task(computed_anew)
         await until(lambda: read_pages(address).counts[PageState.FILLING] > 0, 30, "the first pages to arrive")
-        # 2. frozen for 20 s; the router notices, and decode takes the attempt's pages back
+        # 2. frozen; the router notices, and decode takes the attempt's pages back
         os.kill(pid, signal.SIGSTOP)
+        frozen_until = time.monotonic() + FROZEN_S
         try:
             await until(lambda: server.workers()["prefill-0"]["state"] != "ready", 10, "the router to notice")
             await until(lambda: is_pool_at_rest(read_pages(address)), 2 * LEASE_S + 2, "decode to free the pages")
-            await asyncio.sleep(20)
+            await asyncio.sleep(frozen_until - time.monotonic())
         finally:
             os.kill(pid, signal.SIGCONT)
         # 3. awake, it writes into nothing: its late writes are refused, unless the news of its release comes first

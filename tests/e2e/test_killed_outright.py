@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server_process import serving, wait_until
+from tests.tiny_model import write_tiny_gguf
 from twinpool.temp_folder import remove_abandoned_folders
 
 pytestmark = pytest.mark.e2e
 
 
 def test_nothing_is_left_of_a_killed_server(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", "--colocated") as server:
+    with serving(tmp_path / "log", f"{write_tiny_gguf(tmp_path / 'tiny.gguf')}", "--colocated") as server:
         # 1. while it lives, nobody takes its files away
         remove_abandoned_folders(server.temp_root)
         (folder,) = server.temp_files()

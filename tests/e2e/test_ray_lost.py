@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.server_process import ServerProcess, serving, until, wait_until
 from tests.e2e.streams import Stream, http_client, run_stream
+from tests.tiny_model import write_tiny_gguf
 
 pytestmark = pytest.mark.e2e
 
@@ -65,7 +66,7 @@ def test_a_process_of_rays_that_is_killed_while_ray_starts(tmp_path: Path, name:
 
 
 def test_a_second_signal_does_not_wait_for_a_frozen_ray(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", "--colocated") as server:
+    with serving(tmp_path / "log", f"{write_tiny_gguf(tmp_path / 'tiny.gguf')}", "--colocated") as server:
         for name in ("raylet", "gcs_server"):
             process_of(server, name).send_signal(signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)

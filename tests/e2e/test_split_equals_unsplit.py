@@ -1,6 +1,7 @@
 """Split = unsplit for the real model and real processes: each way, pages that differ in size, with and without a warm cache.
 
-Every mix of these, on a tiny model in one process: ``tests/integration/test_covering_array.py``.
+Half of the combinations are in every run, all of them in ``make equality``. Every mix of these, on a tiny model in one process:
+``tests/integration/test_covering_array.py``.
 """
 
 from __future__ import annotations
@@ -86,12 +87,15 @@ class Setup:
         )
 
 
-SETUPS = (
-    Setup(way="grpc", prefill_size=8, decode_size=32, warmth=Warmth.PREFILL),
+EVERY_RUN = (
     Setup(way="shared_memory", prefill_size=32, decode_size=8, warmth=Warmth.DECODE_HALF),
-    Setup(way="torch_distributed", prefill_size=16, decode_size=8, warmth=Warmth.DECODE),
     Setup(way="grpc", prefill_size=32, decode_size=16, warmth=Warmth.BOTH, kv_cache_dtype="int8"),
 )
+FULL_COMPARISON = (
+    Setup(way="grpc", prefill_size=8, decode_size=32, warmth=Warmth.PREFILL),
+    Setup(way="torch_distributed", prefill_size=16, decode_size=8, warmth=Warmth.DECODE),
+)
+SETUPS = (*EVERY_RUN, *(pytest.param(setup, marks=pytest.mark.slow) for setup in FULL_COMPARISON))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

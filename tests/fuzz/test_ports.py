@@ -28,7 +28,7 @@ from tests.fuzz.target import Target, attacked_server, resident_bytes
 from tests.tiny_model import write_tiny_gguf
 
 MINUTES = float(os.environ.get("TWINPOOL_FUZZ_MINUTES", "10"))
-SHORT_S = 20.0
+SHORT_S = 10.0
 WARM_UP_SHARE = 0.3
 """Of the time: it fills caches and arenas."""
 NUM_AT_ONCE = 4
