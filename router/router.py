@@ -9,7 +9,6 @@ import random
 import uuid
 from collections.abc import Callable, Sequence
 
-import grpc.aio
 from fastapi import FastAPI
 
 from router.admin_api import make_admin_routes
@@ -32,6 +31,7 @@ from serving_core.errors import ConfigError
 from serving_core.ids import RouterId, WorkerId
 from serving_core.rpc.channel import make_server
 from serving_core.rpc.cluster_token import OPEN, ClusterToken
+from serving_core.rpc.lasting_server import LastingServer
 from serving_core.rpc.v1.router_link_pb2_grpc import add_RouterLinkServicer_to_server
 from serving_core.worker_status import Role, WorkerHello
 
@@ -115,7 +115,7 @@ class Router:
             model_print=model_print,
             lease_s=lease_s,
         )
-        self._server: grpc.aio.Server | None = None
+        self._server: LastingServer | None = None
         self.app: FastAPI = create_app(
             generator=self._generator,
             tokenizer=tokenizer,

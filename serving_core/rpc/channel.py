@@ -9,6 +9,7 @@ from __future__ import annotations
 import grpc.aio
 
 from serving_core.rpc.cluster_token import OPEN, ClusterToken
+from serving_core.rpc.lasting_server import LastingServer
 from serving_core.rpc.request_decoding import RequestDecoding
 from serving_core.rpc.token_check import TokenCheck
 
@@ -45,7 +46,7 @@ def open_channel(address: str, *, max_message_bytes: int = 64 << 20) -> grpc.aio
     return grpc.aio.insecure_channel(f"dns:///{address}", options=options)
 
 
-def make_server(*, token: ClusterToken = OPEN, max_message_bytes: int = 64 << 20) -> grpc.aio.Server:
+def make_server(*, token: ClusterToken = OPEN, max_message_bytes: int = 64 << 20) -> LastingServer:
     """A server without services or port yet, for those who know ``token``. Messages above ``max_message_bytes`` are refused by
     gRPC before they are read, bytes that are no message by ``RequestDecoding``."""
     options = (
@@ -55,4 +56,5 @@ def make_server(*, token: ClusterToken = OPEN, max_message_bytes: int = 64 << 20
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
     )
-    return grpc.aio.server(interceptors=(TokenCheck(token), RequestDecoding()), options=options)
+    interceptors = (TokenCheck(token), RequestDecoding())
+    return LastingServer(lambda: grpc.aio.server(interceptors=interceptors, options=options))

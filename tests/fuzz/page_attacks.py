@@ -194,12 +194,12 @@ async def bad_pair(target: Target, chance: random.Random) -> None:
     call = PairCall(held.worker.hello.address)
     try:
         if chance.random() < 0.5:
-            await call.send(spoil_bytes(chance, hello))
             with suppress(Refused, WorkerLost):
+                await call.send(spoil_bytes(chance, hello))
                 await _read_to_the_end(call, is_welcome_expected=True)
             return
-        await call.send(hello)
         with suppress(Refused, WorkerLost):  # it may have too many pairs
+            await call.send(hello)
             welcome = PairWelcome.decode(await call.receive())
             if chance.random() < 0.5:
                 await _throw_at(welcome.port, chance)
@@ -217,8 +217,8 @@ async def bad_announcements(target: Target, chance: random.Random) -> None:
     thread = PairThread()
     group = PairGroup(Rank.SENDER, device="cpu", num_slots=NUM_SLOTS, connect_timeout_s=5.0, timeout_s=2.0)
     try:
-        await call.send(_hello(held).encode())
         try:
+            await call.send(_hello(held).encode())
             welcome = PairWelcome.decode(await call.receive())
             await thread.call(group.allocate)
             await thread.call(lambda: group.join(host, welcome.port))
@@ -227,17 +227,17 @@ async def bad_announcements(target: Target, chance: random.Random) -> None:
         except (Refused, WorkerLost):  # it has too many pairs, or another attack met this one
             return
         segment = chance.choice(held.arrived)
-        if chance.random() < 0.5:
-            await call.send(spoil_bytes(chance, encode_header(segment)))
-        else:
-            header, payload = bad_segment(held, chance)
-            header = resealed(header, payload)[:HEADER_BYTES]
-            payload = payload[: chance.choice((1, len(payload), len(payload)))]
-            group.fill(0, memoryview(payload))
-            sending = thread.call(lambda: group.send(0, (len(payload),)))
-            sending.add_done_callback(_forget)
-            await call.send(encode_announcement([header]))
         with suppress(Refused, WorkerLost):
+            if chance.random() < 0.5:
+                await call.send(spoil_bytes(chance, encode_header(segment)))
+            else:
+                header, payload = bad_segment(held, chance)
+                header = resealed(header, payload)[:HEADER_BYTES]
+                payload = payload[: chance.choice((1, len(payload), len(payload)))]
+                group.fill(0, memoryview(payload))
+                sending = thread.call(lambda: group.send(0, (len(payload),)))
+                sending.add_done_callback(_forget)
+                await call.send(encode_announcement([header]))
             await _read_to_the_end(call, is_welcome_expected=False)
     finally:
         await call.close()

@@ -75,7 +75,7 @@ async def bad_link(target: Target, chance: random.Random) -> None:
     call = target.stream(target.link_address, "/twinpool.v1.RouterLink/Connect")
     writing = asyncio.create_task(write_all(call, messages))
     try:
-        async with asyncio.timeout(4 * DEADLINE_S):
+        async with target.being_there(target.link_address), asyncio.timeout(4 * DEADLINE_S):
             while isinstance(raw := await call.read(), bytes):
                 answer = router_link_pb2.RouterMessage.FromString(raw)
                 assert answer.WhichOneof("message") == "refusal", f"a stranger was let in: {answer}"

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from tests.contract.page_path import until
 from tests.fuzz.noise import EDGES, EIGHT_GIB, spoil_bytes, spoil_json
 from tests.fuzz.target import Target, hang_up
 
@@ -52,6 +53,20 @@ async def bad_http(target: Target, chance: random.Random) -> None:
         assert int(status) < 500 or status == b"503", answer[:2000]
 
 
+async def bad_method(target: Target, chance: random.Random) -> None:
+    """A gRPC call whose method is no UTF-8, which breaks gRPC's own server: there is another one at once."""
+    address, server = chance.choice(list(target.grpc_servers.items()))
+    before = server.num_replaced
+    method = b"/" + chance.randbytes(chance.randrange(20)) + b"\xff"
+    port = int(address.rpartition(":")[2])
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(grpc_call(method, 0, b""))
+        await until(lambda: server.num_replaced > before)
+    finally:
+        hang_up(writer)
+
+
 def _draw_bytes(target: Target, chance: random.Random) -> list[bytes]:
     match chance.randrange(6):
         case 0:
@@ -63,10 +78,10 @@ def _draw_bytes(target: Target, chance: random.Random) -> list[bytes]:
         case 3:
             return [PREFACE, *(_noise_frame(chance) for _ in range(chance.randrange(8)))]
         case 4:
-            return [spoil_bytes(chance, grpc_call("/twinpool.v1.Decode/Reserve", chance.choice(EDGES), b"\x0a\x03abc"))]
+            return [spoil_bytes(chance, grpc_call(b"/twinpool.v1.Decode/Reserve", chance.choice(EDGES), b"\x0a\x03abc"))]
         case _:
             method = chance.choice(
-                ("/twinpool.kv.v1.PagePath/Write", "/twinpool.kv.v1.PagePair/Open", "/twinpool.v1.Worker/GetPages")
+                (b"/twinpool.kv.v1.PagePath/Write", b"/twinpool.kv.v1.PagePair/Open", b"/twinpool.v1.Worker/GetPages")
             )
             return [grpc_call(method, chance.choice((*EDGES, 2**32 - 1)), chance.randbytes(chance.randrange(200)))]
 
@@ -84,12 +99,12 @@ def http2_frame(kind: int, flags: int, stream: int, payload: bytes, num_more: in
     return struct.pack(">I", length)[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def grpc_call(method: str, claimed_bytes: int, message: bytes) -> bytes:
+def grpc_call(method: bytes, claimed_bytes: int, message: bytes) -> bytes:
     """A gRPC call by hand, whose one message claims to have so many bytes (4 bytes hold the number)."""
     fields = {
         b":method": b"POST",
         b":scheme": b"http",
-        b":path": method.encode(),
+        b":path": method,
         b":authority": b"x",
         b"content-type": b"application/grpc",
         b"te": b"trailers",

@@ -9,10 +9,11 @@ import logging
 import random
 import re
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -32,6 +33,7 @@ from serving_core.kv_page_layout import KVDType
 from serving_core.page_state import PageState
 from serving_core.rpc import convert
 from serving_core.rpc.channel import open_channel
+from serving_core.rpc.lasting_server import POLL_S, LastingServer
 from serving_core.rpc.v1 import decode_pb2
 from serving_core.sampling_params import SamplingParams
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
@@ -95,6 +97,10 @@ class HeldReservation:
         self.worker._renew(frozenset({self.ticket.key}))
 
 
+class Interrupted(Exception):
+    """A call met a gRPC server that had just been broken."""
+
+
 @dataclass(kw_only=True)
 class Target:
     """The server under attack, and what attackers share."""
@@ -112,25 +118,50 @@ class Target:
     def worker_addresses(self) -> list[str]:
         return [worker.hello.address for worker in self.server.workers.values()]
 
+    @property
+    def grpc_servers(self) -> Mapping[str, LastingServer]:
+        """By address."""
+        router_server = self.server.router._server
+        assert router_server is not None
+        return {self.link_address: router_server} | {
+            worker.hello.address: worker._server for worker in self.server.workers.values()
+        }
+
     async def call(self, address: str, method: str, message: bytes, *, timeout_s: float = CALL_TIMEOUT_S) -> bytes:
-        """A unary call of one who belongs to the cluster. Raises gRPC's ``AioRpcError``."""
+        """A unary call of one who belongs to the cluster. Raises gRPC's ``AioRpcError``, or ``Interrupted``."""
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel_to(address).unary_unary(method)
-        return await call(message, timeout=timeout_s)
+        async with self.being_there(address):
+            return await call(message, timeout=timeout_s, wait_for_ready=True)
+
+    @asynccontextmanager
+    async def being_there(self, address: str) -> AsyncIterator[None]:
+        """Raises ``Interrupted`` for a call that met a gRPC server which another attack had just broken."""
+        server = self.grpc_servers[address]
+        before = server.num_replaced
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):  # the latter when a write has failed
+                await asyncio.sleep(2 * POLL_S)  # a server that broke is replaced meanwhile
+                if server.num_replaced > before:
+                    raise Interrupted from error
+            raise
 
     def stream(self, address: str, method: str) -> grpc.aio.StreamStreamCall[bytes, bytes]:
         """The same for a stream."""
         call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel_to(address).stream_stream(method)
-        return call()
+        return call(wait_for_ready=True)
 
     async def send_frames(self, address: str, frames: Sequence[bytes]) -> tuple[int, Exception | None]:
         """How many a worker's page port accepted of ``frames`` on one stream, and what ended that early: ``Refused`` or
-        gRPC's."""
+        gRPC's. Raises ``Interrupted``."""
         call = self.stream(address, f"/{SERVICE}/{METHOD}")
         writing = asyncio.create_task(write_all(call, frames))
         num_accepted = 0
         try:
-            while isinstance(answer := await call.read(), bytes):
-                num_accepted = decode_answer(answer)
+            async with self.being_there(address):
+                while isinstance(answer := await call.read(), bytes):
+                    num_accepted = decode_answer(answer)
         except (Refused, grpc.aio.AioRpcError) as error:
             return num_accepted, error
         finally:
@@ -247,7 +278,7 @@ async def attacked_server(path: Path, loaded: LoadedModel) -> AsyncIterator[Targ
     async with AsyncExitStack() as stack:
         stack.callback(logging.getLogger().removeHandler, logged)
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: logged.complaints.append(str(context)))
+        loop.set_exception_handler(lambda _, context: logged.complain(context))
         server = await stack.enter_async_context(in_process_server(path, loaded, WORKERS, engine=ENGINE, transfers=TORCH))
         listener = listen("127.0.0.1", 0)
         http = HttpServer(server.router.app, listener, keep_alive_s=5, request_timeout_s=2.0)
@@ -318,12 +349,17 @@ def reset_peak() -> None:
 
 
 class _Complaints(logging.Handler):
-    """Errors, and anything with a traceback."""
+    """Errors, and anything with a traceback, but for what grpcio says of methods that are no UTF-8."""
 
     def __init__(self) -> None:
         super().__init__()
         self.complaints: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info or record.levelno >= logging.ERROR:
+        if (record.exc_info or record.levelno >= logging.ERROR) and not isinstance(record.msg, UnicodeDecodeError):
             self.complaints.append(self.format(record))
+
+    def complain(self, context: Mapping[str, Any]) -> None:
+        """As the event loop does."""
+        if not isinstance(context.get("exception"), UnicodeDecodeError):
+            self.complaints.append(str(context))

@@ -68,7 +68,7 @@ async def a_grpc_message(target: Target) -> None:
     """Its field has four bytes."""
     for address in (*target.worker_addresses, target.link_address):
         for method in ("kv.v1.PagePath/Write", "kv.v1.PagePair/Open", "v1.Decode/Reserve", "v1.RouterLink/Connect"):
-            await _send_and_leave(address, grpc_call(f"/twinpool.{method}", MAX_FIELD, b"abc"))
+            await _send_and_leave(address, grpc_call(f"/twinpool.{method}".encode(), MAX_FIELD, b"abc"))
 
 
 async def a_field_of_a_message(target: Target) -> None:

@@ -12,6 +12,7 @@ from router.registered_worker import MAX_SILENCE_S
 from router.retry_budget import RetryPolicy
 from serving_core.engine_config import EngineConfig
 from serving_core.rpc.channel import KEEPALIVE_TIME_MS, PING_TIMEOUT_MS
+from serving_core.rpc.lasting_server import POLL_S
 from twinpool.router_link import MAX_BACK_OFF_S
 
 TEXT = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
@@ -20,6 +21,7 @@ BOUNDS_MS = {
     "lease_s": 1000 * LEASE_S,
     "KEEPALIVE_TIME_MS": KEEPALIVE_TIME_MS,
     "PING_TIMEOUT_MS": PING_TIMEOUT_MS,
+    "POLL_S": 1000 * POLL_S,
     "MAX_BROKEN_S": 1000 * MAX_BROKEN_S,
     "CONFIRMATION_S": 1000 * CONFIRMATION_S,
     "MAX_BACK_OFF_S": 1000 * MAX_BACK_OFF_S,
