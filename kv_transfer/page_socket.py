@@ -20,12 +20,16 @@ import hmac
 import os
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from kv_transfer.shared_ring import SharedRing
 from serving_core.errors import RefusalCode, Refused
 from serving_core.ids import Incarnation
 from serving_core.rpc.cluster_token import OPEN, PROOF_BYTES, ClusterToken
+
+T = TypeVar("T")
 
 VERSION = 2
 _MAGIC = b"TWKS"
@@ -86,20 +90,36 @@ async def receive_hello(connection: socket.socket, proof: bytes = NO_PROOF) -> S
             os.close(file)
 
 
+async def accept_connection(listener: socket.socket) -> socket.socket:
+    """The next one that comes, as ``new_socket`` makes them. Raises ``OSError``."""
+    connection, _ = await _when_readable(listener, listener.accept)
+    connection.setblocking(False)
+    return connection
+
+
 async def _receive_files(connection: socket.socket) -> tuple[bytes, list[int]]:
+    def receive() -> tuple[bytes, list[int]]:
+        # With room for one descriptor the kernel drops any more.
+        message, files, _, _ = socket.recv_fds(connection, _HELLO.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        return message, files
+
+    return await _when_readable(connection, receive)
+
+
+async def _when_readable(readable: socket.socket, read: Callable[[], T]) -> T:
+    """What ``read`` returns once it need not block. Whoever waits here and is cancelled loses nothing: asyncio's own functions
+    may have read already, and then drop it."""
     loop = asyncio.get_running_loop()
     has_news = asyncio.Event()
-    loop.add_reader(connection, has_news.set)
+    loop.add_reader(readable, has_news.set)
     try:
         while True:
             with suppress(BlockingIOError):
-                # With room for one descriptor the kernel drops any more.
-                message, files, _, _ = socket.recv_fds(connection, _HELLO.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
-                return message, files
+                return read()
             has_news.clear()
             await has_news.wait()
     finally:
-        loop.remove_reader(connection)
+        loop.remove_reader(readable)
 
 
 def _malformed(message: str) -> Refused:

@@ -23,7 +23,7 @@ from itertools import groupby
 
 from kv_transfer.page_answer import encode_accepted, encode_refused
 from kv_transfer.page_frame import HEADER_BYTES, FrameHeader
-from kv_transfer.page_socket import NO_PROOF, is_same_user, new_socket, proof_for, receive_hello, socket_name
+from kv_transfer.page_socket import NO_PROOF, accept_connection, is_same_user, new_socket, proof_for, receive_hello, socket_name
 from kv_transfer.page_transport import PageSink, Segment
 from kv_transfer.segment_inbox import SegmentInbox
 from kv_transfer.shared_ring import SLOT_BYTES, SharedRing
@@ -98,11 +98,10 @@ class SharedMemoryPageService:
         self._listener = self._accepting = None
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await self._has_room.acquire()
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection = await accept_connection(listener)
             except OSError as error:  # out of descriptors: nothing tells when there are some again
                 _log.warning("page connections over shared memory wait: %s", error)
                 self._has_room.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import socket
@@ -271,3 +272,14 @@ async def test_a_silent_connection_is_closed_and_a_crowd_waits() -> None:
     silent.close()
     await path.close()
     await assert_no_leaks()
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_closing_as_a_sender_comes_leaves_no_socket(path: SharedMemoryPath, num_turns: int) -> None:
+    """A socket that nobody closes is an error of the test, once it is collected."""
+    with new_socket() as sender:
+        sender.connect(socket_name(path.address, make_ticket().decode_incarnation))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await path.break_way()
+    gc.collect()

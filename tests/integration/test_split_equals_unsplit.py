@@ -55,7 +55,8 @@ async def answers(
 
 
 def make_requests(prompts: Sequence[Sequence[int]], *, num_tokens: int) -> list[GenerateRequest]:
-    """Each prompt greedily, and each with a seed of its own under every truncation."""
+    """Each prompt greedily, and each with a seed of its own under every truncation. Each with a salt of its own: an answer that
+    goes on as another's prompt does would leave that prompt cached in decode's arithmetic, in bfloat16 not the same bits."""
     requests = []
     for number, prompt in enumerate(prompts):
         greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0, num_logprobs=2)
@@ -64,7 +65,8 @@ def make_requests(prompts: Sequence[Sequence[int]], *, num_tokens: int) -> list[
         )
         for name, sampling in (("greedy", greedy), ("seeded", seeded)):
             key = SequenceKey(RequestId(f"{number}-{name}"))
-            requests.append(GenerateRequest(key=key, prompt_token_ids=tuple(prompt), sampling=sampling))
+            salt = key.request_id.encode()
+            requests.append(GenerateRequest(key=key, prompt_token_ids=tuple(prompt), sampling=sampling, cache_salt=salt))
     return requests
 
 
