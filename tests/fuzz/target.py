@@ -97,6 +97,15 @@ class HeldReservation:
         self.worker._renew(frozenset({self.ticket.key}))
 
 
+_INTERRUPTIONS = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,  # nobody listened
+        grpc.StatusCode.CANCELLED,  # it had come, and nobody had looked at it
+        grpc.StatusCode.INTERNAL,  # a write found the connection closed
+    }
+)
+
+
 class Interrupted(Exception):
     """A call met a gRPC server that had just been broken."""
 
@@ -141,7 +150,7 @@ class Target:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):  # the latter when a write has failed
+            if error.code() in _INTERRUPTIONS:
                 await asyncio.sleep(2 * POLL_S)  # a server that broke is replaced meanwhile
                 if server.num_replaced > before:
                     raise Interrupted from error
