@@ -10,7 +10,7 @@ import random
 import re
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ from serving_core.kv_page_layout import KVDType
 from serving_core.page_state import PageState
 from serving_core.rpc import convert
 from serving_core.rpc.channel import open_channel
-from serving_core.rpc.lasting_server import POLL_S, LastingServer
+from serving_core.rpc.lasting_server import LastingServer
 from serving_core.rpc.v1 import decode_pb2
 from serving_core.sampling_params import SamplingParams
 from serving_core.transfer_ticket import HandoffCommit, TransferTicket
+from tests.contract.page_path import until
 from tests.integration.in_process_server import DECODE, PREFILL, InProcessServer, in_process_server
 from twinpool.http_server import HttpServer, listen
 from twinpool.transfer_way import TransferWay
@@ -151,8 +152,8 @@ class Target:
             yield
         except grpc.aio.AioRpcError as error:
             if error.code() in _INTERRUPTIONS:
-                await asyncio.sleep(2 * POLL_S)  # a server that broke is replaced meanwhile
-                if server.num_replaced > before:
+                with suppress(TimeoutError):
+                    await until(lambda: server.num_replaced > before)
                     raise Interrupted from error
             raise
 
