@@ -139,8 +139,7 @@ class Router:
         try:
             bound_port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
-            await self._server.start()  # gRPC stops only what was started, and complains at exit of what was not stopped
-            await self._server.stop(None)
+            await self._server.discard()
             raise ConfigError(f"The router cannot listen for workers on {host}:{port}: {error}.") from error
         await self._server.start()
         return f"{host}:{bound_port}"

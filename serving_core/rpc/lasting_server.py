@@ -68,6 +68,10 @@ class LastingServer(grpc.aio.Server):
         await self._server.start()
         self._watch = asyncio.create_task(self._outlive())
 
+    async def discard(self) -> None:
+        """The end of one that was never started."""
+        await _discard(self._server)
+
     async def stop(self, grace: float | None) -> None:
         """Listen no more, give calls ``grace`` seconds to end and cancel what is left. Idempotent."""
         if self._watch is not None:

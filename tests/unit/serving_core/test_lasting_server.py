@@ -116,16 +116,16 @@ async def test_it_ends_when_it_is_stopped() -> None:
         assert not await ending
 
 
-async def test_another_who_has_taken_the_port_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+async def test_another_who_has_taken_the_port_is_waited_for() -> None:
     async with serving() as asked:
         asked.may_answer.set()
         blocker: list[asyncio.Server] = []
-        add_port = LastingServer._replace
+        replace_unhindered = LastingServer._replace
 
         async def replace(server: LastingServer) -> None:
             blocker.append(await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", asked.port))
             freeing = asyncio.get_running_loop().call_later(0.3, blocker[0].close)
-            await add_port(server)
+            await replace_unhindered(server)
             freeing.cancel()
 
         asked.server._replace = replace.__get__(asked.server)  # type: ignore[method-assign]
